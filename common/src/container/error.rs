@@ -1,0 +1,60 @@
+//! Errors of model files: every problem names file and tensor.
+
+use std::path::PathBuf;
+
+/// One thing wrong with a model directory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Problem {
+    /// File it concerns, if one.
+    pub file: Option<PathBuf>,
+    /// Tensor or config key it concerns, if one.
+    pub tensor: Option<String>,
+    /// What is wrong and what was expected.
+    pub what: String,
+}
+
+impl std::fmt::Display for Problem {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if let Some(file) = &self.file {
+            write!(f, "{}: ", file.display())?;
+        }
+        if let Some(tensor) = &self.tensor {
+            write!(f, "{tensor}: ")?;
+        }
+        f.write_str(&self.what)
+    }
+}
+
+/// Why a model directory cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ContainerError {
+    /// A file cannot be opened or read.
+    #[error("cannot read {path}: {source}")]
+    Io {
+        /// File or directory.
+        path: PathBuf,
+        /// Operating system error.
+        source: std::io::Error,
+    },
+    /// `config.json` is malformed, out of range or of an unsupported kind.
+    #[error("{path}: {what}")]
+    Config {
+        /// The config file.
+        path: PathBuf,
+        /// Key, value and what is supported.
+        what: String,
+    },
+    /// Tensors are missing, odd, duplicate or truncated: all of them.
+    #[error("{}", list(.0))]
+    Damaged(Vec<Problem>),
+}
+
+fn list(problems: &[Problem]) -> String {
+    match problems {
+        [one] => one.to_string(),
+        many => {
+            let lines: Vec<String> = many.iter().map(|p| format!("  {p}")).collect();
+            format!("the model has {} problems:\n{}", many.len(), lines.join("\n"))
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! Routed experts: their identity, record layout, sources, and the one seam that carries the design.
+//!
+//! The seam is [`ExpertCompute`]: *given a layer and the routed rows, return fixed-point sums*.
+//! It is implemented by the [`LocalStore`] here and by the cluster (and its composition with local
+//! fallback) in the coordinator.
+
+mod layout;
+pub mod pack;
+mod store;
+
+pub use layout::{ExpertLayout, ExpertSpec, MatrixSpec};
+pub use store::{LocalStore, StoreStats};
+
+use serde::{Deserialize, Serialize};
+
+pub use crate::ffn::RoutedRow;
+use crate::fixed::FixedRows;
+use crate::kernels::Activations;
+
+/// Address of one routed expert. `layer` is the checkpoint's layer index (the MTP layer is
+/// `num_hidden_layers`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct ExpertId {
+    /// Checkpoint layer index.
+    pub layer: u16,
+    /// Expert index within the layer.
+    pub index: u16,
+}
+
+impl std::fmt::Display for ExpertId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "layer {} expert {}", self.layer, self.index)
+    }
+}
+
+/// The rows one expert has to compute.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ExpertWork {
+    /// Expert index within the batch's layer.
+    pub expert: u16,
+    /// Routed rows with their gate weights.
+    pub rows: Vec<RoutedRow>,
+}
+
+/// One layer's routed work: activation rows and, per expert, which rows it computes.
+#[derive(Clone, Debug)]
+pub struct RoutedBatch {
+    /// Checkpoint layer index.
+    pub layer: u16,
+    /// Normed activation rows `[rows, hidden_size]`.
+    pub x: Activations,
+    /// Work grouped by expert, experts ascending and unique.
+    pub work: Vec<ExpertWork>,
+}
+
+impl RoutedBatch {
+    /// Groups router choices (`ids` and `gates` are `[rows, k]`) by expert.
+    pub fn from_routes(layer: u16, x: Activations, ids: &[u16], gates: &[f32], k: usize) -> Self {
+        let mut by_expert: std::collections::BTreeMap<u16, Vec<RoutedRow>> = std::collections::BTreeMap::new();
+        for (i, (&expert, &gate)) in ids.iter().zip(gates).enumerate() {
+            by_expert.entry(expert).or_default().push(RoutedRow { row: (i / k.max(1)) as u32, gate });
+        }
+        let work = by_expert.into_iter().map(|(expert, rows)| ExpertWork { expert, rows }).collect();
+        Self { layer, x, work }
+    }
+}
+
+/// Why routed experts could not be computed.
+#[derive(Debug, thiserror::Error)]
+pub enum ExpertError {
+    /// Nobody holds the expert.
+    #[error("{id} is not held by this {holder}; {remedy}")]
+    Missing {
+        /// The expert.
+        id: ExpertId,
+        /// Who was asked ("container", "pack", "node NAME").
+        holder: String,
+        /// What to do.
+        remedy: String,
+    },
+    /// Reading the expert's bytes failed.
+    #[error("cannot read {id} from {path}: {source}")]
+    Read {
+        /// The expert.
+        id: ExpertId,
+        /// File read.
+        path: std::path::PathBuf,
+        /// Operating system error.
+        source: std::io::Error,
+    },
+    /// The bytes are not what the manifest promised.
+    #[error("{id} in {path} is damaged: {what}; restore the file or fetch the shard again")]
+    Damaged {
+        /// The expert.
+        id: ExpertId,
+        /// File read.
+        path: std::path::PathBuf,
+        /// What does not match.
+        what: String,
+    },
+    /// The arithmetic failed (non-finite output, wrong activation form).
+    #[error("computing {id} failed: {source}")]
+    Compute {
+        /// The expert.
+        id: ExpertId,
+        /// Cause.
+        source: crate::ffn::FfnError,
+    },
+    /// The RAM budget cannot hold even one expert.
+    #[error("a RAM budget of {budget_bytes} bytes for experts is below one expert ({needed_bytes} bytes); raise --ram")]
+    Budget {
+        /// Bytes given.
+        budget_bytes: usize,
+        /// Bytes one expert needs.
+        needed_bytes: usize,
+    },
+    /// The cluster could not answer and there is no local fallback.
+    #[error("{0}")]
+    Unreachable(String),
+}
+
+/// The seam between the model and whoever computes its routed experts.
+pub trait ExpertCompute: Send + Sync {
+    /// Computes `batch` and returns `[rows, hidden_size]` fixed-point sums (rule N5). Work that
+    /// leaves the machine is sent before `meanwhile` runs (the caller's shared expert), and
+    /// `meanwhile` is run exactly once, on the calling thread, whatever happens.
+    ///
+    /// # Errors
+    /// [`ExpertError`] names the expert that cannot be had anywhere.
+    fn compute(&self, batch: &RoutedBatch, meanwhile: &mut dyn FnMut()) -> Result<FixedRows, ExpertError>;
+
+    /// Where experts live and how they are stored.
+    fn layout(&self) -> &ExpertLayout;
+}
+
+/// Something expert records can be read from: a container or a pack.
+pub trait ExpertSource: Send + Sync {
+    /// Formats and sizes of every expert of the model (not only the ones held here).
+    fn layout(&self) -> &ExpertLayout;
+
+    /// Whether this source holds `id`.
+    fn contains(&self, id: ExpertId) -> bool;
+
+    /// Fills `record` (`layout().record_bytes(id)` bytes) with the expert's record.
+    ///
+    /// # Errors
+    /// [`ExpertError::Missing`], [`ExpertError::Read`] or [`ExpertError::Damaged`].
+    fn read(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError>;
+
+    /// "container" or "pack", with the path, for messages.
+    fn describe(&self) -> String;
+}

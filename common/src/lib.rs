@@ -1,0 +1,15 @@
+//! What the coordinator and the expert nodes share: model files, quantisation, kernels, expert store.
+//!
+//! Nothing here knows of gRPC, tokio or HTTP. The numeric rules N1–N8 that make every placement
+//! give the same bits are written down in `docs/architecture.md` and implemented in [`math`],
+//! [`quant`], [`kernels`], [`fixed`] and [`ffn`].
+
+pub mod container;
+pub mod experts;
+pub mod ffn;
+pub mod fixed;
+pub mod kernels;
+pub mod math;
+pub mod mem;
+pub mod profile;
+pub mod quant;
