@@ -10,7 +10,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shimmer_common::container::Fingerprint;
-use shimmer_common::experts::{ExpertCompute, ExpertError, ExpertLayout, ExpertSource, LocalStore, RoutedBatch};
+use shimmer_common::experts::{
+    ExpertCompute, ExpertError, ExpertLayout, ExpertSource, LocalStore, RoutedBatch,
+};
 use shimmer_common::fixed::FixedRows;
 use shimmer_common::profile::NumericProfile;
 

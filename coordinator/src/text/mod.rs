@@ -1,5 +1,9 @@
 //! Text: tokenizer, chat template, incremental detokenisation, parsing of the model's output.
 
+mod reply;
+
+pub use reply::{ReplyEvent, ReplyParser, ToolCall};
+
 use std::path::Path;
 
 use serde_json::Value;
@@ -90,18 +94,27 @@ impl TextModel {
     }
 
     /// Sampling defaults of `generation_config.json` (temperature, top_p, top_k), where present.
-    pub fn default_temperature(&self) -> Option<f32> {
+    pub fn default_temperature(&self) -> Option<f64> {
         todo!()
     }
 
     /// See [`TextModel::default_temperature`].
-    pub fn default_top_p(&self) -> Option<f32> {
+    pub fn default_top_p(&self) -> Option<f64> {
         todo!()
     }
 
-    /// Whether thinking is on when nobody says otherwise (found by rendering, not by name), and
-    /// whether the template can switch it.
+    /// See [`TextModel::default_temperature`].
+    pub fn default_top_k(&self) -> Option<usize> {
+        todo!()
+    }
+
+    /// Whether thinking is on when nobody says otherwise (found by rendering, not by name).
     pub fn thinking_default(&self) -> bool {
+        todo!()
+    }
+
+    /// Whether `enable_thinking` changes what the template renders as the generation prompt.
+    pub fn thinking_switchable(&self) -> bool {
         todo!()
     }
 }
@@ -122,4 +135,9 @@ impl Detokenizer<'_> {
     pub fn finish(&mut self) -> String {
         todo!()
     }
+}
+
+/// Whether a rendered prompt ends inside an open think block, so that the reply starts with reasoning.
+pub fn prompt_opens_thinking(rendered: &str) -> bool {
+    rendered.trim_end().ends_with("<think>")
 }
