@@ -54,7 +54,12 @@ pub fn expert_ffn(
 ///
 /// # Errors
 /// [`FfnError`].
-pub fn dense_ffn(kernels: Kernels, ffn: FfnRef<'_>, x: &Activations, out: &mut [f32]) -> Result<(), FfnError> {
+pub fn dense_ffn(
+    kernels: Kernels,
+    ffn: FfnRef<'_>,
+    x: &Activations,
+    out: &mut [f32],
+) -> Result<(), FfnError> {
     let _ = (kernels, ffn, x, out);
     todo!()
 }

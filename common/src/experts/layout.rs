@@ -77,9 +77,10 @@ impl ExpertLayout {
     /// int8 (rule N1); otherwise they travel as f32.
     pub fn int8_activations(&self, layer: u16) -> bool {
         self.layers.get(&layer).is_some_and(|experts| {
-            experts.iter().filter_map(|&s| self.specs.get(usize::from(s))).all(|s| {
-                s.gate.format.is_integer() && s.up.format.is_integer()
-            })
+            experts
+                .iter()
+                .filter_map(|&s| self.specs.get(usize::from(s)))
+                .all(|s| s.gate.format.is_integer() && s.up.format.is_integer())
         })
     }
 

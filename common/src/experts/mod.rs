@@ -9,7 +9,7 @@ pub mod pack;
 mod store;
 
 pub use layout::{ExpertLayout, ExpertSpec, MatrixSpec};
-pub use store::{LocalStore, StoreStats};
+pub use store::{AgedFrequency, EvictionPolicy, LocalStore, StoreStats};
 
 use serde::{Deserialize, Serialize};
 
@@ -56,7 +56,8 @@ pub struct RoutedBatch {
 impl RoutedBatch {
     /// Groups router choices (`ids` and `gates` are `[rows, k]`) by expert.
     pub fn from_routes(layer: u16, x: Activations, ids: &[u16], gates: &[f32], k: usize) -> Self {
-        let mut by_expert: std::collections::BTreeMap<u16, Vec<RoutedRow>> = std::collections::BTreeMap::new();
+        let mut by_expert: std::collections::BTreeMap<u16, Vec<RoutedRow>> =
+            std::collections::BTreeMap::new();
         for (i, (&expert, &gate)) in ids.iter().zip(gates).enumerate() {
             by_expert.entry(expert).or_default().push(RoutedRow { row: (i / k.max(1)) as u32, gate });
         }
@@ -107,12 +108,22 @@ pub enum ExpertError {
         source: crate::ffn::FfnError,
     },
     /// The RAM budget cannot hold even one expert.
-    #[error("a RAM budget of {budget_bytes} bytes for experts is below one expert ({needed_bytes} bytes); raise --ram")]
+    #[error(
+        "a RAM budget of {budget_bytes} bytes for experts is below one expert ({needed_bytes} bytes); raise --ram"
+    )]
     Budget {
         /// Bytes given.
         budget_bytes: usize,
         /// Bytes one expert needs.
         needed_bytes: usize,
+    },
+    /// The request itself contradicts the model (a peer with another model, or a bug).
+    #[error("a routed batch for layer {layer} does not fit the model: {what}")]
+    Unfit {
+        /// Layer asked for.
+        layer: u16,
+        /// What does not fit.
+        what: String,
     },
     /// The cluster could not answer and there is no local fallback.
     #[error("{0}")]

@@ -5,7 +5,7 @@
 
 mod activations;
 
-pub use activations::{Activations, QuantRows, GROUP};
+pub use activations::{Activations, GROUP, QuantRows};
 
 use crate::quant::MatrixRef;
 

@@ -20,7 +20,13 @@ pub struct MatrixRef<'a> {
 
 impl<'a> MatrixRef<'a> {
     /// Builds a view; `None` when a length does not fit the format and shape.
-    pub fn new(format: Format, rows: usize, cols: usize, weights: &'a [u8], scales: &'a [f32]) -> Option<Self> {
+    pub fn new(
+        format: Format,
+        rows: usize,
+        cols: usize,
+        weights: &'a [u8],
+        scales: &'a [f32],
+    ) -> Option<Self> {
         let fits = weights.len() == format.weight_bytes(rows, cols)
             && scales.len() == format.scale_count(rows, cols);
         fits.then_some(Self { format, rows, cols, weights, scales })
