@@ -3,14 +3,22 @@
 //! A model turns tokens into post-final-norm hidden rows and logits; routed experts are computed by
 //! whatever stands behind the expert seam ([`shimmer_common::experts::ExpertCompute`]).
 
+mod glm;
+mod olmoe;
+mod routed;
+mod rows;
 mod sequence;
+mod step;
 mod trace;
+mod weights;
 
+pub use rows::Rows;
 pub use sequence::Sequence;
-pub use trace::{Trace, TraceTensor};
+pub use trace::{Trace, TraceLevel, TraceTensor};
 
 use std::sync::Arc;
 
+use shimmer_common::container::config::ModelConfig;
 use shimmer_common::container::{Container, ContainerError};
 use shimmer_common::experts::{ExpertCompute, ExpertError};
 use shimmer_common::kernels::Kernels;
@@ -32,27 +40,6 @@ pub struct ModelInfo {
     pub has_mtp: bool,
     /// Bytes of cache per token.
     pub cache_bytes_per_token: usize,
-}
-
-/// f32 rows `[rows, width]`.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Rows {
-    /// Values, row after row.
-    pub data: Vec<f32>,
-    /// Row length.
-    pub width: usize,
-}
-
-impl Rows {
-    /// Number of rows.
-    pub fn rows(&self) -> usize {
-        if self.width == 0 { 0 } else { self.data.len() / self.width }
-    }
-
-    /// One row.
-    pub fn row(&self, i: usize) -> &[f32] {
-        &self.data[i * self.width..(i + 1) * self.width]
-    }
 }
 
 /// Why a forward step failed. The sequence is unchanged (rows of the failed step are truncated).
@@ -140,6 +127,26 @@ pub fn load(
     experts: Arc<dyn ExpertCompute>,
     progress: LoadProgress<'_>,
 ) -> Result<Arc<dyn LanguageModel>, ContainerError> {
-    let _ = (container, kernels, experts, progress);
-    todo!()
+    let mut loader = weights::Loader::new(container, progress);
+    Ok(match container.config() {
+        ModelConfig::Glm(config) => {
+            Arc::new(glm::Glm::load(config, container, &mut loader, kernels, experts)?)
+        }
+        ModelConfig::Olmoe(config) => Arc::new(olmoe::Olmoe::load(config, &mut loader, kernels, experts)?),
+    })
+}
+
+/// Refuses a step that the model cannot process.
+fn check_step(info: &ModelInfo, seq: &Sequence, tokens: &[u32]) -> Result<(), ModelError> {
+    let wanted = seq.len() + tokens.len();
+    if wanted > info.max_positions {
+        return Err(ModelError::ContextExceeded { wanted, limit: info.max_positions });
+    }
+    tokens.iter().try_for_each(|&id| check_token(info, id))
+}
+
+/// Refuses a token the vocabulary lacks.
+fn check_token(info: &ModelInfo, id: u32) -> Result<(), ModelError> {
+    let vocab_size = info.vocab_size;
+    if (id as usize) < vocab_size { Ok(()) } else { Err(ModelError::UnknownToken { id, vocab_size }) }
 }

@@ -1,0 +1,100 @@
+//! The DSA indexer: which cached positions a row attends to (docs/model.md §5).
+
+use shimmer_common::kernels::Activations;
+use shimmer_common::math;
+
+use super::Glm;
+use super::attention::{LATENT_EPS, reference_layout};
+use super::weights::Indexer;
+use crate::model::rows::{Rows, for_each_chunk, inverse_sqrt, project};
+use crate::model::sequence::LayerCache;
+use crate::model::step::Step;
+use crate::model::trace::Recorder;
+
+/// Positions scored by one task.
+const POSITIONS_PER_TASK: usize = 256;
+
+impl Glm {
+    /// Appends the rows' indexer keys to the cache and selects each row's `index_topk` best positions.
+    ///
+    /// While a row sees no more than `index_topk` positions it keeps them all and nothing is scored;
+    /// its key is cached all the same, later rows need it.
+    pub(super) fn select(
+        &self,
+        w: &Indexer,
+        x: &Activations,
+        q_res: &Activations,
+        step: &mut Step,
+        cache: &mut LayerCache,
+        recorder: &mut Recorder<'_>,
+    ) {
+        self.append_indexer_keys(w, x, step, cache, recorder);
+        let (topk, heads) = (self.config.index_topk, self.config.index_n_heads);
+        let record_scores = recorder.wants("index_scores");
+        let keeps_all = |r: usize| step.start + r < topk;
+        let rows = step.rows();
+        let mut selected = vec![None; rows];
+        if record_scores || !keeps_all(rows - 1) {
+            let mut queries = project(self.kernels, &w.wq_b, q_res);
+            let mut weights = project(self.kernels, &w.weights_proj, x);
+            weights.data.iter_mut().for_each(|w| *w *= inverse_sqrt(heads));
+            let mut scores = Vec::new();
+            for r in (0..rows).filter(|&r| record_scores || !keeps_all(r)) {
+                for head in queries.row_mut(r).chunks_mut(self.config.index_head_dim) {
+                    step.angles[r].rotate_interleaved(&mut head[..self.config.qk_rope_head_dim]);
+                }
+                scores.resize(step.start + r + 1, 0.0);
+                self.index_scores(queries.row(r), weights.row(r), &cache.indexer_keys, &mut scores);
+                recorder.causal_row("index_scores", &scores);
+                if !keeps_all(r) {
+                    let mut best: Vec<u32> =
+                        math::top_k(&scores, topk).into_iter().map(|t| t as u32).collect();
+                    best.sort_unstable();
+                    selected[r] = Some(best);
+                }
+            }
+        }
+        step.selection.rows = selected;
+        for r in 0..rows {
+            recorder.i32_row("index_topk", step.visible(r).iter().map(|&t| t as i32));
+        }
+    }
+
+    /// `ik = rope(layernorm(x @ wk))`, one row per position.
+    fn append_indexer_keys(
+        &self,
+        w: &Indexer,
+        x: &Activations,
+        step: &Step,
+        cache: &mut LayerCache,
+        recorder: &mut Recorder<'_>,
+    ) {
+        let rope_len = self.config.qk_rope_head_dim;
+        let unnormed = project(self.kernels, &w.wk, x);
+        let mut key = vec![0.0; unnormed.width];
+        for (r, angles) in step.angles.iter().enumerate() {
+            math::layer_norm(unnormed.row(r), &w.k_norm_weight, &w.k_norm_bias, LATENT_EPS, &mut key);
+            angles.rotate_interleaved(&mut key[..rope_len]);
+            cache.indexer_keys.data.extend_from_slice(&key);
+            if recorder.wants("indexer_keys") {
+                let (rotated, rest) = key.split_at(rope_len);
+                recorder.f32("indexer_keys", key.len(), &[&reference_layout(rotated), rest].concat());
+            }
+        }
+    }
+
+    /// `I[t] = Σ_j weights[j] · relu(query[j] · key[t] · index_head_dim^-½)`, heads in ascending order.
+    fn index_scores(&self, query: &[f32], weights: &[f32], keys: &Rows, scores: &mut [f32]) {
+        let scale = inverse_sqrt(self.config.index_head_dim);
+        let work = scores.len() * query.len();
+        for_each_chunk(scores, POSITIONS_PER_TASK, work, |task, scores| {
+            for (i, score) in scores.iter_mut().enumerate() {
+                let key = keys.row(task * POSITIONS_PER_TASK + i);
+                *score = 0.0;
+                for (q, weight) in query.chunks(keys.width).zip(weights) {
+                    *score += weight * (self.kernels.dot(q, key) * scale).max(0.0);
+                }
+            }
+        });
+    }
+}
