@@ -1,0 +1,128 @@
+//! Ctrl-C: the first one asks the running work to stop, the second one ends the program.
+//!
+//! One watcher thread owns the signals. Work polls an [`Interrupt`] between steps. Things that must
+//! not outlive the program (child processes, temporary directories) register a clean-up that also runs
+//! before the hard exit.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use tokio::sync::Notify;
+
+type CleanUp = Box<dyn FnOnce() + Send>;
+
+#[derive(Default)]
+struct Shared {
+    requested: AtomicBool,
+    /// Ctrl-C presses since the last [`Interrupt::reset`].
+    presses: AtomicU32,
+    notify: Notify,
+    clean_ups: Mutex<Vec<CleanUp>>,
+}
+
+/// A handle to the process's interrupt state. Cheap to clone.
+#[derive(Clone)]
+pub struct Interrupt {
+    shared: Arc<Shared>,
+}
+
+static INSTALLED: OnceLock<Interrupt> = OnceLock::new();
+
+impl Interrupt {
+    /// The process-wide handle; the first call starts the signal watcher.
+    pub fn install() -> Self {
+        INSTALLED
+            .get_or_init(|| {
+                let interrupt = Self { shared: Arc::default() };
+                let watcher = interrupt.clone();
+                // Without a watcher Ctrl-C keeps its default meaning: the process ends at once.
+                let _ = std::thread::Builder::new().name("signals".into()).spawn(move || watcher.watch());
+                interrupt
+            })
+            .clone()
+    }
+
+    fn watch(&self) {
+        let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_io().build() else { return };
+        runtime.block_on(async {
+            let Ok(mut signals) = Signals::new() else { return };
+            while signals.next().await {
+                self.shared.requested.store(true, Ordering::SeqCst);
+                self.shared.notify.notify_waiters();
+                if self.shared.presses.fetch_add(1, Ordering::SeqCst) >= 1 {
+                    self.clean_up();
+                    std::process::exit(130);
+                }
+            }
+        });
+    }
+
+    /// Whether Ctrl-C (or a termination signal) arrived.
+    pub fn requested(&self) -> bool {
+        self.shared.requested.load(Ordering::SeqCst)
+    }
+
+    /// Forgets a Ctrl-C that was answered (chat stops the answer, not the program).
+    pub fn reset(&self) {
+        self.shared.requested.store(false, Ordering::SeqCst);
+        self.shared.presses.store(0, Ordering::SeqCst);
+    }
+
+    /// Waits until Ctrl-C arrives.
+    pub async fn wait(&self) {
+        let notified = self.shared.notify.notified();
+        tokio::pin!(notified);
+        // Registered before the flag is read, so that no wake-up is lost between the two.
+        notified.as_mut().enable();
+        if !self.requested() {
+            notified.await;
+        }
+    }
+
+    /// Registers work to be done before the program ends by a second Ctrl-C.
+    pub fn on_kill(&self, clean_up: impl FnOnce() + Send + 'static) {
+        self.shared.clean_ups.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(clean_up));
+    }
+
+    fn clean_up(&self) {
+        let work = std::mem::take(&mut *self.shared.clean_ups.lock().unwrap_or_else(PoisonError::into_inner));
+        for clean_up in work {
+            clean_up();
+        }
+    }
+}
+
+/// The signals that ask a program to stop: Ctrl-C and, on Unix, SIGTERM.
+struct Signals {
+    #[cfg(unix)]
+    interrupt: tokio::signal::unix::Signal,
+    #[cfg(unix)]
+    terminate: tokio::signal::unix::Signal,
+}
+
+impl Signals {
+    #[cfg(unix)]
+    fn new() -> std::io::Result<Self> {
+        use tokio::signal::unix::{SignalKind, signal};
+        Ok(Self { interrupt: signal(SignalKind::interrupt())?, terminate: signal(SignalKind::terminate())? })
+    }
+
+    #[cfg(not(unix))]
+    fn new() -> std::io::Result<Self> {
+        Ok(Self {})
+    }
+
+    /// Waits for the next signal; false when none can arrive any more.
+    #[cfg(unix)]
+    async fn next(&mut self) -> bool {
+        tokio::select! {
+            signal = self.interrupt.recv() => signal.is_some(),
+            signal = self.terminate.recv() => signal.is_some(),
+        }
+    }
+
+    #[cfg(not(unix))]
+    async fn next(&mut self) -> bool {
+        tokio::signal::ctrl_c().await.is_ok()
+    }
+}

@@ -1,0 +1,177 @@
+//! The flags every command that runs a model shares.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use clap::{Args, ValueEnum};
+use shimmer_common::kernels::{Isa, Kernels};
+
+use super::error::CliError;
+use super::size::Size;
+use crate::decode::DraftPolicy;
+
+/// Which instruction set computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum IsaChoice {
+    /// The fastest one this CPU has.
+    #[default]
+    Auto,
+    /// Plain Rust.
+    Portable,
+    /// AVX2 with FMA.
+    Avx2,
+    /// AVX-512 with VNNI.
+    Avx512,
+}
+
+impl IsaChoice {
+    /// The kernels of this choice.
+    ///
+    /// # Errors
+    /// [`CliError::Usage`] when this CPU lacks the instruction set.
+    pub fn kernels(self) -> Result<Kernels, CliError> {
+        let isa = match self {
+            Self::Auto => return Ok(Kernels::best()),
+            Self::Portable => Isa::Portable,
+            Self::Avx2 => Isa::Avx2,
+            Self::Avx512 => Isa::Avx512,
+        };
+        Kernels::new(isa).map_err(|e| CliError::Usage(e.to_string()))
+    }
+}
+
+/// Who computes the routed experts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum ExpertsChoice {
+    /// The cluster first (when `--cluster` is given), this machine's disk as fall-back.
+    #[default]
+    Auto,
+    /// This machine only.
+    Local,
+    /// The cluster only; an expert no node holds is an error.
+    Cluster,
+}
+
+/// `--draft auto|off|N`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DraftArg(pub DraftPolicy);
+
+/// Longest chain of drafts that may be asked for.
+const MAX_DRAFTS: usize = 16;
+
+impl FromStr for DraftArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self(DraftPolicy::Auto)),
+            "off" | "0" => Ok(Self(DraftPolicy::Off)),
+            number => match number.parse::<usize>() {
+                Ok(n) if n <= MAX_DRAFTS => Ok(Self(DraftPolicy::Fixed(n))),
+                _ => Err(format!("write auto, off or a number up to {MAX_DRAFTS}")),
+            },
+        }
+    }
+}
+
+/// Flags that say which model runs, on what, within which limits.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Model")]
+pub struct ModelArgs {
+    /// Model directory; repeat it for a model spread over several disks
+    #[arg(long, value_name = "DIR", required = true)]
+    pub model: Vec<PathBuf>,
+
+    /// Read expert records from this pack instead of the container
+    #[arg(long, value_name = "DIR")]
+    pub pack: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub limits: LimitArgs,
+}
+
+/// Limits and placement, shared by commands that bring their own model.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Model")]
+pub struct LimitArgs {
+    /// RAM budget in all: dense part, KV cache and experts [default: what the machine can spare]
+    #[arg(long, value_name = "SIZE")]
+    pub ram: Option<Size>,
+
+    /// RAM budget of cached expert records alone, instead of deriving it from --ram
+    #[arg(long, value_name = "SIZE", hide_short_help = true)]
+    pub expert_ram: Option<Size>,
+
+    /// Compute threads [default: physical cores this process may use]
+    #[arg(long, value_name = "N", value_parser = parse_threads)]
+    pub threads: Option<usize>,
+
+    /// Instruction set; every choice gives the same bits
+    #[arg(long, value_enum, value_name = "ISA", default_value_t)]
+    pub isa: IsaChoice,
+
+    /// Longest conversation in tokens [default: 8192, or the model's limit if that is lower]
+    #[arg(long, value_name = "TOKENS", value_parser = parse_positive)]
+    pub context: Option<usize>,
+
+    /// Drafts per round by the MTP layer: auto, off or a number
+    #[arg(long, value_name = "N", default_value = "auto")]
+    pub draft: DraftArg,
+
+    /// Prompt rows per prefill step; any value gives the same bits
+    #[arg(long, value_name = "TOKENS", default_value = "256", value_parser = parse_positive, hide_short_help = true)]
+    pub prefill_chunk: usize,
+
+    /// Who computes the routed experts
+    #[arg(long, value_enum, value_name = "WHERE", default_value_t)]
+    pub experts: ExpertsChoice,
+
+    /// Cluster state directory made by `shimmer cluster init`
+    #[arg(long, value_name = "DIR")]
+    pub cluster: Option<PathBuf>,
+
+    /// Nodes to use besides those that register, host:port,…
+    #[arg(long, value_name = "ADDR", value_delimiter = ',')]
+    pub expert_nodes: Vec<String>,
+}
+
+/// Parses a whole number of at least one.
+///
+/// # Errors
+/// A sentence for clap.
+pub fn parse_positive(text: &str) -> Result<usize, String> {
+    match text.parse::<usize>() {
+        Ok(n) if n > 0 => Ok(n),
+        _ => Err("write a whole number of at least 1".to_owned()),
+    }
+}
+
+fn parse_threads(text: &str) -> Result<usize, String> {
+    match text.parse::<usize>() {
+        Ok(n @ 1..=1024) => Ok(n),
+        _ => Err("write a number of threads from 1 to 1024".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn drafts_are_auto_off_or_a_number() {
+        assert_eq!("auto".parse::<DraftArg>(), Ok(DraftArg(DraftPolicy::Auto)));
+        assert_eq!("off".parse::<DraftArg>(), Ok(DraftArg(DraftPolicy::Off)));
+        assert_eq!("0".parse::<DraftArg>(), Ok(DraftArg(DraftPolicy::Off)));
+        assert_eq!("3".parse::<DraftArg>(), Ok(DraftArg(DraftPolicy::Fixed(3))));
+        assert!("many".parse::<DraftArg>().is_err());
+        assert!("99".parse::<DraftArg>().unwrap_err().contains("16"));
+    }
+
+    #[test]
+    fn counts_are_positive() {
+        assert_eq!(parse_positive("7"), Ok(7));
+        assert!(parse_positive("0").is_err());
+        assert!(parse_threads("0").is_err());
+        assert_eq!(parse_threads("2"), Ok(2));
+    }
+}

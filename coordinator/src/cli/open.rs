@@ -1,0 +1,291 @@
+//! The one place that turns flags into a running engine.
+//!
+//! container → memory plan → expert store → cluster (optional) → dense part → text → engine thread.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use shimmer_common::container::Container;
+use shimmer_common::experts::{ExpertCompute, ExpertSource, LocalStore};
+use shimmer_common::profile::NumericProfile;
+
+use super::error::CliError;
+use super::machine;
+use super::memory::{self, MemoryPlan, Needs};
+use super::model_args::{ExpertsChoice, LimitArgs, ModelArgs};
+use super::output;
+use super::size::Size;
+use crate::cluster::{ClusterExperts, ClusterModel, ClusterOptions, ClusterState};
+use crate::decode::{Engine, EngineHandle};
+use crate::model::{self, LanguageModel};
+use crate::text::TextModel;
+
+/// How long listed nodes may take to get ready.
+const NODE_WAIT: Duration = Duration::from_secs(60);
+
+/// Requests that may wait beside the running one.
+pub const QUEUE_LIMIT: usize = 16;
+
+/// A loaded model and what stands behind it.
+pub struct Loaded {
+    /// The opened container.
+    pub container: Container,
+    /// The model.
+    pub model: Arc<dyn LanguageModel>,
+    /// Its text side.
+    pub text: Arc<TextModel>,
+    /// Computes; every parallel step runs inside.
+    pub pool: Arc<rayon::ThreadPool>,
+    /// This machine's experts, if it holds any.
+    pub local: Option<Arc<LocalStore>>,
+    /// The cluster, if there is one.
+    pub cluster: Option<Arc<ClusterExperts>>,
+    /// Where the RAM goes.
+    pub memory: MemoryPlan,
+    /// Seconds from the first header to the last weight.
+    pub load_s: f64,
+    /// Instruction set in use.
+    pub isa: shimmer_common::kernels::Isa,
+}
+
+impl Loaded {
+    /// Starts the engine thread over this model.
+    ///
+    /// # Errors
+    /// [`CliError::Failed`] when no thread can be started.
+    pub fn engine(&self) -> Result<EngineHandle, CliError> {
+        let engine = Engine { model: self.model.clone(), text: self.text.clone() };
+        EngineHandle::start(engine, self.pool.clone(), QUEUE_LIMIT)
+            .map_err(|e| CliError::Failed(format!("cannot start the engine thread: {e}")))
+    }
+
+    /// Experts computed so far, per place.
+    pub fn served(&self) -> Served {
+        let nodes = self.cluster.as_ref().map(|c| c.nodes()).unwrap_or_default();
+        let (local, fallback) = match (&self.cluster, &self.local) {
+            (Some(cluster), _) => cluster.local_counts(),
+            (None, Some(store)) => (store.stats().computed, 0),
+            (None, None) => (0, 0),
+        };
+        Served {
+            nodes: nodes
+                .into_iter()
+                .map(|n| NodeServed { name: n.name, addr: n.addr, state: n.state, experts: n.experts_served })
+                .collect(),
+            local,
+            fallback,
+        }
+    }
+}
+
+/// Experts computed per place.
+#[derive(Clone, Debug, Default, serde::Serialize)]
+pub struct Served {
+    /// By node.
+    pub nodes: Vec<NodeServed>,
+    /// On this machine by plan.
+    pub local: u64,
+    /// On this machine because a node was late or lost.
+    pub fallback: u64,
+}
+
+/// One node's share.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct NodeServed {
+    /// Name given at join.
+    pub name: String,
+    /// Address dialled.
+    pub addr: String,
+    /// Membership state.
+    pub state: String,
+    /// Experts computed.
+    pub experts: u64,
+}
+
+impl Served {
+    /// The counts since `earlier`.
+    pub fn since(&self, earlier: &Self) -> Self {
+        let before = |name: &str| earlier.nodes.iter().find(|n| n.name == name).map_or(0, |n| n.experts);
+        Self {
+            nodes: self
+                .nodes
+                .iter()
+                .map(|n| NodeServed { experts: n.experts.saturating_sub(before(&n.name)), ..n.clone() })
+                .collect(),
+            local: self.local.saturating_sub(earlier.local),
+            fallback: self.fallback.saturating_sub(earlier.fallback),
+        }
+    }
+}
+
+/// Opens the container and says on stderr what was found.
+///
+/// # Errors
+/// [`CliError::Data`] with the list of every problem.
+pub fn container(dirs: &[PathBuf]) -> Result<Container, CliError> {
+    let container = Container::open(dirs)?;
+    let summary = container.summary();
+    output::note(&format!("model: {}", summary.line));
+    for warning in &summary.warnings {
+        output::note(&format!("warning: {warning}"));
+    }
+    Ok(container)
+}
+
+/// The place expert records are read from: the pack if one is given, else the container.
+///
+/// # Errors
+/// [`CliError::Data`] when the pack is damaged or belongs to another model.
+pub fn expert_source(
+    container: &Container,
+    pack: Option<&PathBuf>,
+) -> Result<Arc<dyn ExpertSource>, CliError> {
+    let _ = pack;
+    Ok(container.experts())
+}
+
+/// A pool of compute threads.
+///
+/// # Errors
+/// [`CliError::Failed`] when threads cannot be started.
+pub fn compute_pool(threads: Option<usize>) -> Result<Arc<rayon::ThreadPool>, CliError> {
+    let threads = threads.unwrap_or_else(machine::physical_cores);
+    let builder =
+        rayon::ThreadPoolBuilder::new().num_threads(threads).thread_name(|i| format!("compute-{i}"));
+    builder
+        .build()
+        .map(Arc::new)
+        .map_err(|e| CliError::Failed(format!("cannot start {threads} compute threads: {e}")))
+}
+
+/// Opens and loads everything `args` asks for.
+///
+/// # Errors
+/// [`CliError`] with the documented exit codes.
+pub fn load(args: &ModelArgs) -> Result<Loaded, CliError> {
+    load_checked(args, |_| Ok(()))
+}
+
+/// As [`load`]; `check` may refuse the model once its headers are known, before anything is loaded.
+///
+/// # Errors
+/// As [`load`], and those of `check`.
+pub fn load_checked(
+    args: &ModelArgs,
+    check: impl FnOnce(&Container) -> Result<(), CliError>,
+) -> Result<Loaded, CliError> {
+    let container = container(&args.model)?;
+    check(&container)?;
+    let text = Arc::new(TextModel::open(container.dir(), container.config().vocab_size())?);
+    let source = expert_source(&container, args.pack.as_ref())?;
+    let cluster = open_cluster(&args.limits)?;
+    load_parts(container, text, source, &args.limits, cluster, |_| Ok(()))
+}
+
+/// The cluster state the flags name; `None` with local experts.
+fn open_cluster(limits: &LimitArgs) -> Result<Option<ClusterState>, CliError> {
+    let state = match (&limits.cluster, limits.experts) {
+        (_, ExpertsChoice::Local) => None,
+        (Some(dir), _) => Some(ClusterState::open(dir)?),
+        (None, ExpertsChoice::Cluster) => {
+            return Err(CliError::Usage(
+                "--experts cluster needs --cluster DIR; make one with `shimmer cluster init`".into(),
+            ));
+        }
+        (None, ExpertsChoice::Auto) => None,
+    };
+    if state.is_none() && !limits.expert_nodes.is_empty() {
+        return Err(CliError::Usage(
+            "--expert-nodes needs --cluster DIR, whose certificates the nodes trust".into(),
+        ));
+    }
+    Ok(state)
+}
+
+/// Loads a model from its opened parts. `joined` runs once the cluster listens, before listed nodes are
+/// waited for (the demo starts its nodes there).
+///
+/// # Errors
+/// [`CliError`].
+pub fn load_parts(
+    container: Container,
+    text: Arc<TextModel>,
+    source: Arc<dyn ExpertSource>,
+    limits: &LimitArgs,
+    cluster: Option<ClusterState>,
+    joined: impl FnOnce(&Arc<ClusterExperts>) -> Result<(), CliError>,
+) -> Result<Loaded, CliError> {
+    let started = Instant::now();
+    let kernels = limits.isa.kernels()?;
+    let profile = NumericProfile::default();
+    let pool = compute_pool(limits.threads)?;
+    let needs = Needs::of(&container, source.layout());
+    let memory = memory::divide(limits, &needs)?;
+    let local = match limits.experts {
+        ExpertsChoice::Cluster => None,
+        _ => Some(Arc::new(LocalStore::new(source.clone(), kernels, profile, memory.expert_bytes as usize)?)),
+    };
+    let cluster = match cluster {
+        None => None,
+        Some(state) => {
+            let model =
+                ClusterModel { fingerprint: container.fingerprint()?, profile, source, local: local.clone() };
+            let options = ClusterOptions { nodes: limits.expert_nodes.clone(), ..ClusterOptions::default() };
+            let experts = ClusterExperts::start(state, model, options)?;
+            joined(&experts)?;
+            wait_for_nodes(&experts, limits)?;
+            Some(experts)
+        }
+    };
+    let experts: Arc<dyn ExpertCompute> = match (&cluster, &local) {
+        (Some(cluster), _) => cluster.clone(),
+        (None, Some(local)) => local.clone(),
+        (None, None) => return Err(CliError::Usage("--experts cluster needs --cluster DIR".into())),
+    };
+    let bar = output::bytes_bar("loading", container.dense_bytes());
+    let model =
+        pool.install(|| model::load(&container, kernels, experts, &mut |done, _| bar.set_position(done)))?;
+    bar.finish_and_clear();
+    let load_s = started.elapsed().as_secs_f64();
+    output::note(&format!(
+        "loaded in {load_s:.1} s: dense part {}, experts in RAM {} of {}, {} threads, {}",
+        Size(memory.dense_bytes),
+        Size(memory.expert_bytes),
+        Size(memory.all_experts_bytes),
+        pool.current_num_threads(),
+        super::isa_name(kernels.isa()),
+    ));
+    Ok(Loaded { container, model, text, pool, local, cluster, memory, load_s, isa: kernels.isa() })
+}
+
+/// Waits for every node that is listed and says which nodes compute.
+fn wait_for_nodes(experts: &ClusterExperts, limits: &LimitArgs) -> Result<(), CliError> {
+    let expected = limits.expert_nodes.len().max(experts.nodes().len());
+    if expected > 0 {
+        output::note(&format!("cluster: waiting for {expected} nodes"));
+    }
+    let outcome =
+        experts.wait_ready(expected.max(usize::from(limits.experts == ExpertsChoice::Cluster)), NODE_WAIT);
+    match (outcome, limits.experts) {
+        (Ok(()), _) => {}
+        (Err(error), ExpertsChoice::Cluster) => return Err(error.into()),
+        (Err(error), _) => {
+            output::note(&format!("warning: {error}; this machine computes the missing experts"))
+        }
+    }
+    let nodes = experts.nodes();
+    if nodes.is_empty() {
+        output::note(&format!(
+            "cluster: no node has joined {} yet; this machine computes",
+            experts.control_addr()
+        ));
+    }
+    for node in nodes {
+        output::note(&format!(
+            "cluster: {} at {} is {} with {} experts",
+            node.name, node.addr, node.state, node.experts_held
+        ));
+    }
+    Ok(())
+}
