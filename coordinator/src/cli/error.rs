@@ -87,7 +87,7 @@ impl From<ExpertError> for CliError {
             ExpertError::Missing { .. } | ExpertError::Read { .. } | ExpertError::Damaged { .. } => {
                 Self::Data(message)
             }
-            ExpertError::Compute { .. } => Self::Failed(message),
+            ExpertError::Compute { .. } | ExpertError::Unfit { .. } => Self::Failed(message),
         }
     }
 }

@@ -14,6 +14,9 @@ use super::output;
 use super::tensor_file::{self, Tensor};
 use crate::model::{Rows, Trace, TraceTensor};
 
+/// Index score written for positions a row cannot see.
+const NOT_VISIBLE: f32 = -1e30;
+
 /// Arguments of `shimmer score`.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:
@@ -115,10 +118,21 @@ impl Scored {
             let tensor = match tensor {
                 TraceTensor::F32 { width, data } => Tensor::F32 { width, data },
                 TraceTensor::I32 { rows } => Tensor::I32 { rows },
+                TraceTensor::F32Causal { rows } => square(rows),
             };
             out.insert(format!("{prefix}{name}"), tensor);
         }
     }
+}
+
+/// Rows that grow with the position, padded to the longest with a score no position can have.
+fn square(rows: Vec<Vec<f32>>) -> Tensor {
+    let width = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let padded = rows.into_iter().flat_map(|mut row| {
+        row.resize(width, NOT_VISIBLE);
+        row
+    });
+    Tensor::F32 { width, data: padded.collect() }
 }
 
 fn score(
