@@ -183,4 +183,3 @@ fn read_record(
     counters.bytes_read.fetch_add(record_bytes as u64, Ordering::Relaxed);
     Ok(())
 }
-
