@@ -150,3 +150,6 @@ fn check_token(info: &ModelInfo, id: u32) -> Result<(), ModelError> {
     let vocab_size = info.vocab_size;
     if (id as usize) < vocab_size { Ok(()) } else { Err(ModelError::UnknownToken { id, vocab_size }) }
 }
+
+#[cfg(test)]
+mod tests;

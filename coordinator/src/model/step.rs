@@ -58,3 +58,17 @@ impl Selection {
         Self { rows: vec![None; rows] }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_sees_itself_and_what_precedes_it_unless_positions_were_selected() {
+        let mut step = Step::new(&Rope { inv_freq: vec![1.0] }, 2, 3);
+        assert_eq!(step.visible(0), [0, 1, 2]);
+        assert_eq!(step.visible_total(), 3 + 4 + 5);
+        step.selection.rows[2] = Some(vec![1, 4]);
+        assert_eq!(step.visible(2), [1, 4]);
+    }
+}

@@ -116,6 +116,11 @@ impl<'a> Recorder<'a> {
         }
     }
 
+    /// Appends one row of positions.
+    pub fn positions(&mut self, what: &str, positions: &[u32]) {
+        self.i32_row(what, positions.iter().map(|&p| p as i32));
+    }
+
     /// Appends one row that has a value per visible position.
     pub fn causal_row(&mut self, what: &str, values: &[f32]) {
         let empty = || TraceTensor::F32Causal { rows: Vec::new() };

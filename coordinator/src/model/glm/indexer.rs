@@ -55,9 +55,7 @@ impl Glm {
             }
         }
         step.selection.rows = selected;
-        for r in 0..rows {
-            recorder.i32_row("index_topk", step.visible(r).iter().map(|&t| t as i32));
-        }
+        (0..rows).for_each(|r| recorder.positions("index_topk", step.visible(r)));
     }
 
     /// `ik = rope(layernorm(x @ wk))`, one row per position.

@@ -29,7 +29,8 @@ use super::{LanguageModel, ModelError, ModelInfo, check_step};
 /// A loaded model; its routed experts are behind the expert seam.
 pub(super) struct Glm {
     info: ModelInfo,
-    config: GlmConfig,
+    /// Checked `config.json`.
+    pub(super) config: GlmConfig,
     kernels: Kernels,
     experts: Arc<dyn ExpertCompute>,
     weights: Weights,

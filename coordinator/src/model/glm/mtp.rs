@@ -34,15 +34,31 @@ impl Glm {
         }
         let waiting = tokens.iter().copied().skip(state.cache.len() + 1).chain(next);
         let successors: Vec<u32> = waiting.take(state.pending.rows()).collect();
+        let mut done = 0;
+        let result = self.extend_rows(mtp, state, &successors, &mut done, recorder);
+        state.pending.data.drain(..done * state.pending.width);
+        Ok(result?)
+    }
+
+    /// Processes the first pending rows with their `successors`; `done` counts them, also on error.
+    fn extend_rows(
+        &self,
+        mtp: &Mtp,
+        state: &mut MtpState,
+        successors: &[u32],
+        done: &mut usize,
+        recorder: &mut Recorder<'_>,
+    ) -> Result<(), ExpertError> {
+        let width = state.pending.width;
         for tokens in successors.chunks(ROWS_PER_PASS) {
-            let width = state.pending.width;
-            let hidden = Rows { data: state.pending.data[..tokens.len() * width].to_vec(), width };
+            let end = *done + tokens.len();
+            let hidden = Rows { data: state.pending.data[*done * width..end * width].to_vec(), width };
             let mut step = Step::new(&self.rope, state.cache.len(), tokens.len());
             let x = self.mtp_input(mtp, tokens, &hidden);
             let output = self.mtp_layer(mtp, x, &mut step, true, &mut state.cache, recorder)?;
+            *done = end;
             let last = tokens.len() - 1;
-            state.pending = state.pending.tail(tokens.len());
-            state.newest = (state.pending.rows() == 0).then(|| MtpRow {
+            state.newest = (end == state.pending.rows()).then(|| MtpRow {
                 hidden: hidden.row(last).to_vec(),
                 next: tokens[last],
                 output: output.row(last).to_vec(),
@@ -53,7 +69,7 @@ impl Glm {
     }
 
     /// Drafts up to `k` tokens after `next`: draft-extend, then chained steps whose rows are scratch.
-    pub(super) fn mtp_draft(
+    pub(in crate::model) fn mtp_draft(
         &self,
         seq: &mut Sequence,
         next: u32,
@@ -89,8 +105,7 @@ impl Glm {
         let mut output = Rows { data: newest.output.clone(), width: newest.output.len() };
         let mut selected = newest.selected.clone();
         let mut drafts = vec![self.draft_token(mtp, &output)];
-        let last_position = self.info.max_positions - 1;
-        while drafts.len() < k && cache.len() <= last_position {
+        while drafts.len() < k && cache.len() < self.info.max_positions {
             let position = cache.len();
             let token = drafts[drafts.len() - 1];
             let mut step = Step::new(&self.rope, position, 1);
@@ -132,6 +147,9 @@ impl Glm {
         recorder: &mut Recorder<'_>,
     ) -> Result<Rows, ExpertError> {
         let indexer = mtp.layer.self_attn.indexer.as_ref().filter(|_| select);
+        if indexer.is_none() && recorder.wants("index_topk") {
+            (0..step.rows()).for_each(|r| recorder.positions("index_topk", step.visible(r)));
+        }
         if let Err(error) = self.decoder_layer(&mtp.layer, indexer, &mut x, step, cache, recorder) {
             cache.truncate(step.start);
             return Err(error);

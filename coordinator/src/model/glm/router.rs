@@ -47,3 +47,61 @@ fn limit_groups(config: &GlmConfig, choice: &mut [f32]) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use shimmer_common::container::config::ModelConfig;
+
+    use super::*;
+
+    fn config(json: &str) -> GlmConfig {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/tiny-groups/config.json");
+        let mut value: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+        let changes: serde_json::Value = serde_json::from_str(json).unwrap();
+        value.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        match ModelConfig::parse(value.to_string().as_bytes()).unwrap() {
+            ModelConfig::Glm(config) => config,
+            ModelConfig::Olmoe(_) => panic!("a GLM configuration"),
+        }
+    }
+
+    fn route_one(config: &GlmConfig, logits: &[f32], bias: &[f32]) -> Routes {
+        route(config, &Rows { data: logits.to_vec(), width: logits.len() }, bias)
+    }
+
+    #[test]
+    fn the_bias_decides_who_is_chosen_but_not_the_weight() {
+        let c = config(
+            r#"{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 3}"#,
+        );
+        let routes = route_one(&c, &[0.0, 2.0, 0.0, 1.0], &[34.0, 32.0, 33.5, 33.0]);
+        assert_eq!(routes.ids, [0, 2]);
+        assert_eq!(routes.gates, [1.5, 1.5]);
+    }
+
+    #[test]
+    fn ties_go_to_the_lower_expert() {
+        let c = config(r#"{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}"#);
+        assert_eq!(route_one(&c, &[0.5; 4], &[0.0; 4]).ids, [0, 1]);
+    }
+
+    #[test]
+    fn only_the_groups_with_the_best_pairs_take_part() {
+        let c = config(r#"{"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 3, "topk_group": 1}"#);
+        // Expert 0 is the best of all, but the pair of group 2 is better than the pair of group 0.
+        let routes = route_one(&c, &[3.0, -9.0, 0.0, 0.0, 1.0, 1.5], &[0.0; 6]);
+        assert_eq!(routes.ids, [4, 5]);
+    }
+
+    #[test]
+    fn not_a_number_is_routed_without_panic() {
+        for groups in [1, 3] {
+            let c = config(&format!(
+                r#"{{"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": {groups}, "topk_group": 1}}"#
+            ));
+            assert_eq!(route_one(&c, &[f32::NAN; 6], &[0.0; 6]).ids.len(), 2);
+            let one_bad = [0.0, f32::NAN, 1.0, 2.0, 0.5, 0.5];
+            assert_eq!(route_one(&c, &one_bad, &[0.0; 6]).ids.len(), 2);
+        }
+    }
+}
