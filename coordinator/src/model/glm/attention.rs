@@ -97,7 +97,8 @@ impl Glm {
             step.visible_total() * 2 * kv.width + rows * q.width / heads * self.config.kv_lora_rank;
         let mut by_head = vec![0.0; heads * rows * v_len];
         for_each_chunk(&mut by_head, heads_per_task * rows * v_len, heads * per_head, |task, out| {
-            self.attend_heads(w, q, step, kv, task * heads_per_task, out);
+            let (first, count) = (task * heads_per_task, out.len() / (rows * v_len));
+            Heads { glm: self, w, q, step, kv, first, count }.attend(out);
         });
         // [heads, rows, v] → [rows, heads · v]
         let mut out = Rows::zeroed(rows, heads * v_len);
@@ -107,67 +108,92 @@ impl Glm {
         }
         out
     }
+}
 
-    /// The heads from `first_head` on, as many as `out` (`[heads, rows, v_head_dim]`) has room for.
-    fn attend_heads(
-        &self,
-        w: &Attention,
-        q: &Rows,
-        step: &Step,
-        kv: &Rows,
-        first_head: usize,
-        out: &mut [f32],
-    ) {
-        let (k, c, rows) = (self.kernels, &self.config, q.rows());
-        let (nope, latent_len, v_len) = (c.qk_nope_head_dim, c.kv_lora_rank, c.v_head_dim);
-        let heads = out.len() / (rows * v_len);
+/// Some heads over all rows of a step: the work of one task.
+struct Heads<'a> {
+    glm: &'a Glm,
+    w: &'a Attention,
+    q: &'a Rows,
+    step: &'a Step,
+    kv: &'a Rows,
+    /// First head.
+    first: usize,
+    /// Number of heads.
+    count: usize,
+}
+
+impl Heads<'_> {
+    /// Attention outputs `[heads, rows, v_head_dim]` of the heads in `out`.
+    fn attend(&self, out: &mut [f32]) {
+        let queries = self.fold_key_weights();
+        let weighted = self.weigh_latents(&queries);
+        self.unfold_value_weights(&weighted, out);
+    }
+
+    /// Queries against cached rows, `[heads · rows]` of `[q_lat ; q_rope]`: `q_lat = Σ_d q_nope[d] ·
+    /// W_uk[d]`, d ascending. Each weight row is decoded once for all rows of the step.
+    fn fold_key_weights(&self) -> Rows {
+        let c = &self.glm.config;
+        let (nope, latent_len, rows) = (c.qk_nope_head_dim, c.kv_lora_rank, self.q.rows());
+        let head_len = nope + c.qk_rope_head_dim;
+        let mut queries = Rows::zeroed(self.count * rows, self.kv.width);
         let mut scratch = vec![0.0; latent_len];
-
-        // Fold W_uk into the queries: [heads, rows] of [q_lat ; q_rope].
-        let mut queries = Rows::zeroed(heads * rows, kv.width);
-        for h in 0..heads {
-            let head = first_head + h;
-            let q_head =
-                |r: usize| &q.row(r)[head * (nope + c.qk_rope_head_dim)..][..nope + c.qk_rope_head_dim];
+        for h in 0..self.count {
+            let head = self.first + h;
+            let q_head = |r: usize| &self.q.row(r)[head * head_len..][..head_len];
             for d in 0..nope {
-                let w_uk = w.kv_b_proj.row(head * (nope + v_len) + d, &mut scratch);
+                let w_uk = self.w.kv_b_proj.row(head * (nope + c.v_head_dim) + d, &mut scratch);
                 for r in 0..rows {
-                    k.axpy(q_head(r)[d], w_uk, &mut queries.row_mut(h * rows + r)[..latent_len]);
+                    let q_lat = &mut queries.row_mut(h * rows + r)[..latent_len];
+                    self.glm.kernels.axpy(q_head(r)[d], w_uk, q_lat);
                 }
             }
             for r in 0..rows {
                 queries.row_mut(h * rows + r)[latent_len..].copy_from_slice(&q_head(r)[nope..]);
             }
         }
+        queries
+    }
 
-        // Softmax over the visible rows, and the weighted latent: [heads, rows].
-        let mut weighted = Rows::zeroed(heads * rows, latent_len);
+    /// The latents weighted by the softmax over the visible rows, `[heads · rows, kv_lora_rank]`.
+    fn weigh_latents(&self, queries: &Rows) -> Rows {
+        let (kernels, scale) = (self.glm.kernels, self.glm.scale);
+        let (latent_len, rows) = (self.glm.config.kv_lora_rank, self.q.rows());
+        let mut weighted = Rows::zeroed(self.count * rows, latent_len);
         let mut scores = Vec::new();
         for r in 0..rows {
-            let visible = step.visible(r);
-            scores.clear();
-            scores.resize(heads * visible.len(), 0.0);
+            let visible = self.step.visible(r);
+            let len = visible.len();
+            scores.resize(self.count * len, 0.0);
             for (s, &t) in visible.iter().enumerate() {
-                let cached = kv.row(t as usize);
-                for h in 0..heads {
-                    scores[h * visible.len() + s] = k.dot(queries.row(h * rows + r), cached) * self.scale;
+                let cached = self.kv.row(t as usize);
+                for h in 0..self.count {
+                    scores[h * len + s] = kernels.dot(queries.row(h * rows + r), cached) * scale;
                 }
             }
-            scores.chunks_mut(visible.len()).for_each(|head| k.softmax(head));
+            scores.chunks_mut(len).for_each(|head| kernels.softmax(head));
             for (s, &t) in visible.iter().enumerate() {
-                let latent = &kv.row(t as usize)[..latent_len];
-                for h in 0..heads {
-                    k.axpy(scores[h * visible.len() + s], latent, weighted.row_mut(h * rows + r));
+                let latent = &self.kv.row(t as usize)[..latent_len];
+                for h in 0..self.count {
+                    kernels.axpy(scores[h * len + s], latent, weighted.row_mut(h * rows + r));
                 }
             }
         }
+        weighted
+    }
 
-        // Unfold W_uv once per head and row.
-        for h in 0..heads {
+    /// `out[j] = W_uv[j] · weighted`, once per head and row.
+    fn unfold_value_weights(&self, weighted: &Rows, out: &mut [f32]) {
+        let c = &self.glm.config;
+        let (nope, v_len, rows) = (c.qk_nope_head_dim, c.v_head_dim, self.q.rows());
+        let mut scratch = vec![0.0; c.kv_lora_rank];
+        for h in 0..self.count {
+            let first_row = (self.first + h) * (nope + v_len) + nope;
             for j in 0..v_len {
-                let w_uv = w.kv_b_proj.row((first_head + h) * (nope + v_len) + nope + j, &mut scratch);
+                let w_uv = self.w.kv_b_proj.row(first_row + j, &mut scratch);
                 for r in 0..rows {
-                    out[(h * rows + r) * v_len + j] = k.dot(w_uv, weighted.row(h * rows + r));
+                    out[(h * rows + r) * v_len + j] = self.glm.kernels.dot(w_uv, weighted.row(h * rows + r));
                 }
             }
         }
