@@ -3,27 +3,111 @@
 /// Columns per activation scale.
 pub const GROUP: usize = 64;
 
-/// int8 activation rows: `scale = max|x| / 127` per group of 64 columns, round to nearest even.
-#[derive(Clone, Debug, PartialEq)]
+/// Columns of a nibble stripe: 8 stripes per group.
+const NIBBLE_STRIPE: usize = 8;
+
+/// Columns of an int8 stripe: 16 stripes per group.
+const BYTE_STRIPE: usize = 4;
+
+/// int8 activation rows with one f32 scale per group of 64 columns.
+///
+/// Per group, with `m = max|x|`: `scale = m · (1/127)` (f32 product with the f32 constant 1/127) and
+/// `q = clamp(round_half_even(x / scale), -127, 127)`; a group whose scale is 0 has `q = 0`. A group with
+/// a NaN or infinity has scale NaN and `q = 0`, so that every product with it is NaN instead of plausible.
+///
+/// Beside the values in column order (the wire form) it keeps what the kernels would otherwise compute for
+/// every weight row: even and odd columns apart, in the order in which nibbles are stored, and the exact
+/// correction of unsigned weights per stripe.
+#[derive(Clone, Debug)]
 pub struct QuantRows {
     rows: usize,
     cols: usize,
     values: Vec<i8>,
     scales: Vec<f32>,
+    /// Per row and pair of groups: 32 even columns of the first, of the second, then the odd ones.
+    split: Vec<i8>,
+    /// Per row, group and stripe of 8 columns: `-8 · Σ q`; rows padded to an even number of groups.
+    nibble_offsets: Vec<i32>,
+    /// Per row, group and stripe of 4 columns: `-128 · Σ q`.
+    byte_offsets: Vec<i32>,
+}
+
+/// Equal shape, values and scales.
+impl PartialEq for QuantRows {
+    fn eq(&self, other: &Self) -> bool {
+        (self.rows, self.cols) == (other.rows, other.cols)
+            && self.values == other.values
+            && self.scales == other.scales
+    }
+}
+
+/// One row of [`QuantRows`] as the kernels read it; `groups` = `ceil(cols / 64)`, `pairs` = `ceil(groups / 2)`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct QuantRow<'a> {
+    /// `[cols]`.
+    pub(super) values: &'a [i8],
+    /// `[groups]`.
+    pub(super) scales: &'a [f32],
+    /// `[pairs, 128]`, zero-padded.
+    pub(super) split: &'a [i8],
+    /// `[pairs, 16]`, zero-padded.
+    pub(super) nibble_offsets: &'a [i32],
+    /// `[groups, 16]`.
+    pub(super) byte_offsets: &'a [i32],
 }
 
 impl QuantRows {
     /// Quantises `[rows, cols]` f32 rows.
+    ///
+    /// # Panics
+    /// When `x.len() != rows * cols`.
     pub fn quantize(x: &[f32], rows: usize, cols: usize) -> Self {
-        let _ = (x, rows, cols);
-        todo!()
+        assert_eq!(x.len(), rows * cols, "activations are rows · cols values");
+        let mut values = vec![0; x.len()];
+        let mut scales = Vec::with_capacity(rows * cols.div_ceil(GROUP));
+        if cols > 0 {
+            for (x, q) in x.chunks_exact(cols).zip(values.chunks_exact_mut(cols)) {
+                scales.extend(x.chunks(GROUP).zip(q.chunks_mut(GROUP)).map(|(x, q)| quantize_group(x, q)));
+            }
+        }
+        Self::arrange(rows, cols, values, scales)
     }
 
     /// Rebuilds rows from the wire: `values` is `[rows, cols]`, `scales` is `[rows, ceil(cols/64)]`.
     /// `None` when a length does not fit, a value is -128, or a scale is not finite or negative.
     pub fn from_parts(rows: usize, cols: usize, values: Vec<i8>, scales: Vec<f32>) -> Option<Self> {
-        let _ = (rows, cols, values, scales);
-        todo!()
+        let fits = rows.checked_mul(cols) == Some(values.len())
+            && rows.checked_mul(cols.div_ceil(GROUP)) == Some(scales.len())
+            && !values.contains(&i8::MIN)
+            && scales.iter().all(|s| s.is_finite() && *s >= 0.0);
+        fits.then(|| Self::arrange(rows, cols, values, scales))
+    }
+
+    /// Computes the derived arrangements of checked parts.
+    fn arrange(rows: usize, cols: usize, values: Vec<i8>, scales: Vec<f32>) -> Self {
+        let groups = cols.div_ceil(GROUP);
+        let pairs = groups.div_ceil(2);
+        let mut split = vec![0; rows * pairs * 2 * GROUP];
+        let mut nibble_offsets = vec![0; rows * pairs * 2 * (GROUP / NIBBLE_STRIPE)];
+        let mut byte_offsets = vec![0; rows * groups * (GROUP / BYTE_STRIPE)];
+        if cols > 0 {
+            for (row, values) in values.chunks_exact(cols).enumerate() {
+                for (g, q) in values.chunks(GROUP).enumerate() {
+                    let split = &mut split[(row * pairs + g / 2) * 2 * GROUP..][..2 * GROUP];
+                    let (even, odd) = split.split_at_mut(GROUP);
+                    let half = (g % 2) * GROUP / 2;
+                    for (i, pair) in q.chunks(2).enumerate() {
+                        even[half + i] = pair[0];
+                        odd[half + i] = pair.get(1).copied().unwrap_or(0);
+                    }
+                    let offsets = &mut nibble_offsets[(row * pairs * 2 + g) * (GROUP / NIBBLE_STRIPE)..];
+                    stripe_offsets(q, NIBBLE_STRIPE, -8, offsets);
+                    let offsets = &mut byte_offsets[(row * groups + g) * (GROUP / BYTE_STRIPE)..];
+                    stripe_offsets(q, BYTE_STRIPE, -128, offsets);
+                }
+            }
+        }
+        Self { rows, cols, values, scales, split, nibble_offsets, byte_offsets }
     }
 
     /// Rows.
@@ -45,6 +129,54 @@ impl QuantRows {
     pub fn scales(&self) -> &[f32] {
         &self.scales
     }
+
+    /// One row as the kernels read it.
+    pub(super) fn row(&self, row: usize) -> QuantRow<'_> {
+        let groups = self.cols.div_ceil(GROUP);
+        let pairs = groups.div_ceil(2);
+        QuantRow {
+            values: part(&self.values, row, self.cols),
+            scales: part(&self.scales, row, groups),
+            split: part(&self.split, row, pairs * 2 * GROUP),
+            nibble_offsets: part(&self.nibble_offsets, row, pairs * 16),
+            byte_offsets: part(&self.byte_offsets, row, groups * 16),
+        }
+    }
+}
+
+/// Row `row` of a `[_, len]` buffer.
+fn part<T>(buffer: &[T], row: usize, len: usize) -> &[T] {
+    &buffer[row * len..(row + 1) * len]
+}
+
+/// `factor · Σ q` of every stripe of a group.
+fn stripe_offsets(q: &[i8], stripe: usize, factor: i32, offsets: &mut [i32]) {
+    for (q, offset) in q.chunks(stripe).zip(offsets) {
+        *offset = factor * q.iter().map(|&q| i32::from(q)).sum::<i32>();
+    }
+}
+
+/// Quantises one group and returns its scale (see [`QuantRows`]).
+fn quantize_group(x: &[f32], q: &mut [i8]) -> f32 {
+    /// Adding and subtracting this rounds to the nearest even integer: 1.5 · 2²³.
+    const ROUND: f32 = 12_582_912.0;
+    // Magnitudes order like their bit patterns; infinity and NaN are the largest.
+    let max_bits = x.iter().fold(0, |max, x| (x.to_bits() & 0x7fff_ffff).max(max));
+    if max_bits >= f32::INFINITY.to_bits() {
+        q.fill(0);
+        return f32::NAN;
+    }
+    let scale = f32::from_bits(max_bits) * (1.0 / 127.0);
+    if scale == 0.0 {
+        q.fill(0);
+        return 0.0;
+    }
+    for (q, &x) in q.iter_mut().zip(x) {
+        // A subnormal scale has few bits: the quotient may be well beyond 127.
+        let v = (x / scale).clamp(-127.0, 127.0);
+        *q = (v + ROUND).to_bits().wrapping_sub(ROUND.to_bits()) as i8;
+    }
+    scale
 }
 
 /// Activation rows `[rows, cols]` in f32, int8, or both.
@@ -94,5 +226,82 @@ impl Activations {
     /// The int8 form, if present.
     pub fn quant(&self) -> Option<&QuantRows> {
         self.quant.as_ref()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantisation_follows_the_definition() {
+        let x: Vec<f32> = (0..131).map(|i| ((i * 37 % 101) as f32 - 50.0) * 0.03).collect();
+        let q = QuantRows::quantize(&x, 1, 131);
+        assert_eq!(q.scales().len(), 3);
+        for (i, (&x, &v)) in x.iter().zip(q.values()).enumerate() {
+            let group = &q.scales()[i / 64];
+            assert_eq!(f32::from(v), (x / group).round_ties_even(), "column {i}");
+        }
+        let zero = QuantRows::quantize(&[0.0; 64], 1, 64);
+        assert_eq!((zero.scales(), zero.values()), (&[0.0][..], &[0i8; 64][..]));
+        // The largest magnitude becomes 127 unless the scale is subnormal.
+        for max in [f32::MAX, 1.0, 1e-35] {
+            let q = QuantRows::quantize(&[max, -max, 0.0], 1, 3);
+            assert_eq!(q.values(), [127, -127, 0], "{max:e}");
+        }
+    }
+
+    #[test]
+    fn non_finite_groups_get_a_nan_scale() {
+        let mut x = vec![1.0; 128];
+        x[70] = f32::INFINITY;
+        let q = QuantRows::quantize(&x, 1, 128);
+        assert!(q.scales()[0].is_finite() && q.scales()[1].is_nan());
+        assert!(q.values()[64..].iter().all(|&v| v == 0));
+    }
+
+    #[test]
+    fn parts_round_trip_and_are_checked() {
+        let x: Vec<f32> = (0..3 * 70).map(|i| (i as f32 - 100.0) * 0.1).collect();
+        let q = QuantRows::quantize(&x, 3, 70);
+        let (values, scales) = (q.values().to_vec(), q.scales().to_vec());
+        let again = QuantRows::from_parts(3, 70, values.clone(), scales.clone()).unwrap();
+        assert_eq!(again, q);
+        assert_eq!(again.split, q.split);
+        assert_eq!(again.byte_offsets, q.byte_offsets);
+
+        assert!(QuantRows::from_parts(2, 70, values.clone(), scales.clone()).is_none());
+        assert!(QuantRows::from_parts(usize::MAX, 70, values.clone(), scales.clone()).is_none());
+        assert!(QuantRows::from_parts(3, 70, values.clone(), scales[1..].to_vec()).is_none());
+        for bad in [f32::NAN, f32::INFINITY, -1.0] {
+            let mut scales = scales.clone();
+            scales[2] = bad;
+            assert!(QuantRows::from_parts(3, 70, values.clone(), scales).is_none());
+        }
+        let mut values = values;
+        values[5] = -128;
+        assert!(QuantRows::from_parts(3, 70, values, scales).is_none());
+        assert!(QuantRows::from_parts(0, 70, vec![], vec![]).is_some());
+    }
+
+    #[test]
+    fn arrangement_matches_the_columns() {
+        let values: Vec<i8> = (0..2 * 131).map(|i| (i * 91 % 255 - 127) as i8).collect();
+        let q = QuantRows::from_parts(2, 131, values.clone(), vec![1.0; 6]).unwrap();
+        let row = q.row(1);
+        let at = |col: usize| values[131..].get(col).copied().unwrap_or(0);
+        for col in 0..4 * 64 {
+            let (group, within) = (col / 64, col % 64);
+            let place = group / 2 * 128 + (within % 2) * 64 + (group % 2) * 32 + within / 2;
+            assert_eq!(row.split[place], at(col), "column {col}");
+        }
+        for stripe in 0..32 {
+            let sum: i32 = (0..8).map(|i| i32::from(at(8 * stripe + i))).sum();
+            assert_eq!(row.nibble_offsets[stripe], -8 * sum);
+        }
+        for stripe in 0..48 {
+            let sum: i32 = (0..4).map(|i| i32::from(at(4 * stripe + i))).sum();
+            assert_eq!(row.byte_offsets[stripe], -128 * sum);
+        }
     }
 }

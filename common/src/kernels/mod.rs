@@ -1,11 +1,42 @@
 //! Matrix kernels and the choice of instruction set at run time.
 //!
 //! The portable implementation is the definition; AVX2 and AVX-512 (VNNI) are bit-equal to it.
-//! Striping (rule N2) is documented here by the kernel's owner.
+//!
+//! # Striping of integer rows (rule N2)
+//!
+//! A row is cut into groups `g` of 64 columns; `xs[g]` is the activation scale of the group. Columns beyond
+//! the row's width count as zeros. Products are summed exactly in i32 within a stripe; each stripe sum joins
+//! one of 16 f32 accumulators (starting at +0, groups ascending) by one fused multiply-add; the accumulators
+//! are added pairwise: `i` with `i + 8`, then `+ 4`, `+ 2`, `+ 1`.
+//!
+//! * **int4** (8 stripes of 8 neighbouring columns per group):
+//!   `acc[(g mod 2)·8 + s] = fma(Σ (nibble − 8)·x, scale, acc[…])`. For `int4-row` the scale is `xs[g]` and
+//!   the tree's result is multiplied by the row scale; for grouped rows it is the f32 product
+//!   `ws[(64g + 8s) / group] · xs[g]` and there is no last multiplication. Kernels multiply unsigned nibbles
+//!   and add the exact correction `−8 · Σx`, computed once per activation row.
+//! * **int8** (16 stripes of 4 neighbouring columns per group): `acc[s] = fma(Σ w·x, xs[g], acc[s])`, then
+//!   times the row scale.
+//! * **int2** and **int3** rows are unpacked to int8 and striped as int8; `int3-g64` uses the f32 product
+//!   `ws[g] · xs[g]` as the scale and has no last multiplication.
+//!
+//! Float rows follow rule N3 (`math::reduce`); fp8 elements are multiplied by their block scale (one f32
+//! rounding) before they enter the dot product.
 
 mod activations;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod matmul;
+mod ops;
+mod portable;
+
+use std::str::FromStr;
+use std::sync::OnceLock;
 
 pub use activations::{Activations, GROUP, QuantRows};
+use matmul::Threads;
+use ops::{FloatOp, Ops};
 
 use crate::quant::MatrixRef;
 
@@ -16,18 +47,68 @@ pub enum Isa {
     Portable,
     /// AVX2 with FMA.
     Avx2,
-    /// AVX-512 F/BW/VL/VNNI.
+    /// AVX-512 F/BW/VL/DQ/VNNI.
     Avx512,
+}
+
+impl Isa {
+    /// Every instruction set with a kernel, slowest first.
+    pub const ALL: [Isa; 3] = [Isa::Portable, Isa::Avx2, Isa::Avx512];
+
+    /// The instruction sets this CPU supports, slowest first; never empty.
+    pub fn available() -> Vec<Isa> {
+        Self::ALL.into_iter().filter(|isa| isa.ops().is_some()).collect()
+    }
+
+    /// The kernels, if this CPU supports them.
+    fn ops(self) -> Option<&'static dyn Ops> {
+        #[cfg(target_arch = "x86_64")]
+        return match self {
+            Isa::Portable => Some(avx2::detect_fma().unwrap_or(&portable::Portable)),
+            Isa::Avx2 => avx2::detect(),
+            Isa::Avx512 => avx512::detect(),
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        return match self {
+            Isa::Portable => Some(&portable::Portable),
+            Isa::Avx2 | Isa::Avx512 => None,
+        };
+    }
+}
+
+impl std::fmt::Display for Isa {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Isa::Portable => "portable",
+            Isa::Avx2 => "avx2",
+            Isa::Avx512 => "avx512",
+        })
+    }
+}
+
+impl FromStr for Isa {
+    type Err = KernelError;
+
+    fn from_str(name: &str) -> Result<Self, KernelError> {
+        let known = Isa::ALL.into_iter().find(|isa| isa.to_string() == name);
+        known.ok_or_else(|| KernelError::Unknown { name: name.to_string() })
+    }
 }
 
 /// Why kernels cannot be made or applied.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum KernelError {
     /// `--isa` names something this CPU lacks.
-    #[error("this CPU does not support {isa:?}; use --isa auto")]
+    #[error("this CPU does not support {isa}; use --isa auto")]
     Unsupported {
         /// The refused instruction set.
         isa: Isa,
+    },
+    /// `--isa` names nothing we know.
+    #[error("there is no instruction set \"{name}\"; use portable, avx2 or avx512")]
+    Unknown {
+        /// What was asked for.
+        name: String,
     },
     /// A float matrix was given int8 activations only.
     #[error("a {format} matrix needs f32 activations")]
@@ -41,6 +122,7 @@ pub enum KernelError {
 #[derive(Clone, Copy, Debug)]
 pub struct Kernels {
     isa: Isa,
+    ops: &'static dyn Ops,
 }
 
 impl Kernels {
@@ -49,12 +131,17 @@ impl Kernels {
     /// # Errors
     /// [`KernelError::Unsupported`] when the CPU lacks it.
     pub fn new(isa: Isa) -> Result<Self, KernelError> {
-        Ok(Self { isa })
+        let ops = isa.ops().ok_or(KernelError::Unsupported { isa })?;
+        Ok(Self { isa, ops })
     }
 
     /// The fastest kernels this CPU supports.
     pub fn best() -> Self {
-        todo!()
+        static BEST: OnceLock<Kernels> = OnceLock::new();
+        *BEST.get_or_init(|| {
+            let best = Isa::ALL.into_iter().rev().find_map(|isa| Kernels::new(isa).ok());
+            best.expect("the portable kernels run everywhere")
+        })
     }
 
     /// The instruction set in use.
@@ -63,7 +150,10 @@ impl Kernels {
     }
 
     /// `out[r, o] = Σ_i w[o, i] · x[r, i]`, `out` is `[x.rows, w.rows]`.
-    /// Parallel over output rows on the current rayon pool.
+    /// Parallel over output rows on the current rayon pool when the work is worth it.
+    ///
+    /// An integer matrix quantises activations that lack the int8 form; call [`Activations::quantized`]
+    /// first when several matrices take the same rows.
     ///
     /// # Errors
     /// [`KernelError::NeedsFloat`].
@@ -71,8 +161,8 @@ impl Kernels {
     /// # Panics
     /// When shapes do not fit.
     pub fn matmul(self, w: MatrixRef<'_>, x: &Activations, out: &mut [f32]) -> Result<(), KernelError> {
-        let _ = (w, x, out);
-        todo!()
+        let all: Vec<usize> = (0..x.rows()).collect();
+        matmul::matmul(self.ops, w, x, &all, out, Threads::Pool)
     }
 
     /// As [`Kernels::matmul`] on the calling thread only, and only for the rows of `x` in `x_rows`
@@ -80,6 +170,9 @@ impl Kernels {
     ///
     /// # Errors
     /// [`KernelError::NeedsFloat`].
+    ///
+    /// # Panics
+    /// When shapes do not fit or a row does not exist.
     pub fn matmul_rows(
         self,
         w: MatrixRef<'_>,
@@ -87,31 +180,68 @@ impl Kernels {
         x_rows: &[usize],
         out: &mut [f32],
     ) -> Result<(), KernelError> {
-        let _ = (w, x, x_rows, out);
-        todo!()
+        matmul::matmul(self.ops, w, x, x_rows, out, Threads::One)
     }
 
     /// Dot product under rule N3 (16 stripes, pairwise tree).
+    ///
+    /// # Panics
+    /// When lengths differ (as all operations on slices below).
     pub fn dot(self, a: &[f32], b: &[f32]) -> f32 {
-        let _ = (a, b);
-        todo!()
+        let mut out = 0.0;
+        self.ops.float(FloatOp::Dot { a, b, out: &mut out });
+        out
     }
 
     /// `y[i] = fma(a, x[i], y[i])`.
     pub fn axpy(self, a: f32, x: &[f32], y: &mut [f32]) {
-        let _ = (a, x, y);
-        todo!()
+        self.ops.float(FloatOp::Axpy { a, x, y });
     }
 
     /// `out[i] = silu(gate[i]) · up[i]`.
     pub fn silu_mul(self, gate: &[f32], up: &[f32], out: &mut [f32]) {
-        let _ = (gate, up, out);
-        todo!()
+        self.ops.float(FloatOp::SiluMul { gate, up, out });
+    }
+
+    /// In-place sigmoid of every element, same bits as [`crate::math::sigmoid`].
+    pub fn sigmoid(self, x: &mut [f32]) {
+        self.ops.float(FloatOp::Sigmoid { x });
     }
 
     /// In-place softmax of one row, same bits as [`crate::math::softmax`].
     pub fn softmax(self, x: &mut [f32]) {
-        let _ = x;
-        todo!()
+        self.ops.float(FloatOp::Softmax { x });
+    }
+
+    /// Root-mean-square norm of one row, same bits as [`crate::math::rms_norm`].
+    pub fn rms_norm(self, x: &[f32], w: &[f32], eps: f32, out: &mut [f32]) {
+        self.ops.float(FloatOp::RmsNorm { x, w, eps, out });
+    }
+
+    /// Layer norm of one row, same bits as [`crate::math::layer_norm`].
+    pub fn layer_norm(self, x: &[f32], w: &[f32], b: &[f32], eps: f32, out: &mut [f32]) {
+        self.ops.float(FloatOp::LayerNorm { x, w, b, eps, out });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_round_trip() {
+        for isa in Isa::ALL {
+            assert_eq!(isa.to_string().parse(), Ok(isa));
+        }
+        assert_eq!("sse9".parse::<Isa>(), Err(KernelError::Unknown { name: "sse9".into() }));
+    }
+
+    #[test]
+    fn the_best_kernels_are_the_last_available() {
+        assert_eq!(Isa::available()[0], Isa::Portable);
+        assert_eq!(Isa::available().last(), Some(&Kernels::best().isa()));
+        for isa in Isa::ALL {
+            assert_eq!(Kernels::new(isa).is_ok(), Isa::available().contains(&isa));
+        }
     }
 }

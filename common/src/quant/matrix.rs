@@ -19,7 +19,8 @@ pub struct MatrixRef<'a> {
 }
 
 impl<'a> MatrixRef<'a> {
-    /// Builds a view; `None` when a length does not fit the format and shape.
+    /// Builds a view; `None` when a length does not fit the format and shape, or a group size is not a
+    /// positive multiple of 8.
     pub fn new(
         format: Format,
         rows: usize,
@@ -27,18 +28,12 @@ impl<'a> MatrixRef<'a> {
         weights: &'a [u8],
         scales: &'a [f32],
     ) -> Option<Self> {
+        if matches!(format, Format::Int4Grouped { group } if group == 0 || !group.is_multiple_of(8)) {
+            return None;
+        }
         let fits = weights.len() == format.weight_bytes(rows, cols)
             && scales.len() == format.scale_count(rows, cols);
         fits.then_some(Self { format, rows, cols, weights, scales })
-    }
-
-    /// Writes the dequantised row `row` (`cols` values, each rounded once to f32) into `out`.
-    ///
-    /// # Panics
-    /// When `row >= rows` or `out.len() != cols`.
-    pub fn decode_row(&self, row: usize, out: &mut [f32]) {
-        let _ = (row, out);
-        todo!()
     }
 }
 

@@ -2,8 +2,11 @@
 //!
 //! A matrix is `[rows, cols]` = output × input, `y = W x`, rows stored one after another.
 
+pub(crate) mod decode;
+mod encode;
 mod matrix;
 
+pub use encode::{EncodeError, encode, encode_row};
 pub use matrix::{Matrix, MatrixRef};
 use serde::{Deserialize, Serialize};
 

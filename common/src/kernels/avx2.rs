@@ -1,0 +1,192 @@
+//! AVX2 kernels, and the portable bodies compiled with FMA.
+
+use std::arch::x86_64::*;
+
+use super::activations::{GROUP, QuantRow, QuantRows};
+use super::ops::{FloatOp, NibbleScales, Ops};
+use super::portable::{int4_body, int8_body, padded};
+use crate::math::tree16;
+
+/// The portable bodies with hardware fused multiply-add; exists only where the CPU has it.
+#[derive(Debug)]
+struct PortableFma(());
+
+/// AVX2 with FMA; exists only where the CPU has both.
+#[derive(Debug)]
+struct Avx2(());
+
+/// The portable kernels compiled with FMA, if the CPU has it.
+pub(super) fn detect_fma() -> Option<&'static dyn Ops> {
+    static OPS: PortableFma = PortableFma(());
+    is_x86_feature_detected!("fma").then_some(&OPS as &dyn Ops)
+}
+
+/// The AVX2 kernels, if the CPU supports them.
+pub(super) fn detect() -> Option<&'static dyn Ops> {
+    static OPS: Avx2 = Avx2(());
+    (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")).then_some(&OPS as &dyn Ops)
+}
+
+impl Ops for PortableFma {
+    fn int4(
+        &self,
+        weights: &[u8],
+        scales: NibbleScales<'_>,
+        x: &QuantRows,
+        x_rows: &[usize],
+        out: &mut [f32],
+    ) {
+        #[target_feature(enable = "fma")]
+        fn with_fma(
+            weights: &[u8],
+            scales: NibbleScales<'_>,
+            x: &QuantRows,
+            x_rows: &[usize],
+            out: &mut [f32],
+        ) {
+            int4_body(weights, scales, x, x_rows, out);
+        }
+        // SAFETY: `self` exists only after `detect_fma` saw the feature.
+        unsafe { with_fma(weights, scales, x, x_rows, out) }
+    }
+
+    fn int8(&self, weights: &[i8], scales: Option<&[f32]>, x: &QuantRows, x_rows: &[usize], out: &mut [f32]) {
+        #[target_feature(enable = "fma")]
+        fn with_fma(
+            weights: &[i8],
+            scales: Option<&[f32]>,
+            x: &QuantRows,
+            x_rows: &[usize],
+            out: &mut [f32],
+        ) {
+            int8_body(weights, scales, x, x_rows, out);
+        }
+        // SAFETY: `self` exists only after `detect_fma` saw the feature.
+        unsafe { with_fma(weights, scales, x, x_rows, out) }
+    }
+
+    fn float(&self, op: FloatOp<'_>) {
+        #[target_feature(enable = "fma")]
+        fn with_fma(op: FloatOp<'_>) {
+            op.run();
+        }
+        // SAFETY: `self` exists only after `detect_fma` saw the feature.
+        unsafe { with_fma(op) }
+    }
+}
+
+impl Ops for Avx2 {
+    fn int4(
+        &self,
+        weights: &[u8],
+        scales: NibbleScales<'_>,
+        x: &QuantRows,
+        x_rows: &[usize],
+        out: &mut [f32],
+    ) {
+        for (&row, out) in x_rows.iter().zip(out) {
+            // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+            *out = unsafe { int4_dot(weights, scales, x.row(row)) };
+        }
+    }
+
+    fn int8(&self, weights: &[i8], scales: Option<&[f32]>, x: &QuantRows, x_rows: &[usize], out: &mut [f32]) {
+        for (&row, out) in x_rows.iter().zip(out) {
+            // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+            *out = unsafe { int8_dot(weights, scales, x.row(row)) };
+        }
+    }
+
+    fn float(&self, op: FloatOp<'_>) {
+        #[target_feature(enable = "avx2,fma")]
+        fn with_avx2(op: FloatOp<'_>) {
+            op.run();
+        }
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        unsafe { with_avx2(op) }
+    }
+}
+
+/// One nibble row with one activation row, one group of 64 columns (32 bytes) at a time.
+#[target_feature(enable = "avx2,fma")]
+fn int4_dot(weights: &[u8], scales: NibbleScales<'_>, x: QuantRow<'_>) -> f32 {
+    let mut acc = [_mm256_setzero_ps(); 2];
+    let low_nibble = _mm256_set1_epi8(15);
+    let ones = _mm256_set1_epi16(1);
+    for (g, &x_scale) in x.scales.iter().enumerate() {
+        let w = load(&padded::<u8, 32>(weights, g * GROUP / 2));
+        let at = g / 2 * 2 * GROUP + g % 2 * GROUP / 2;
+        let even = load(chunk::<i8, 32>(x.split, at));
+        let odd = load(chunk::<i8, 32>(x.split, at + GROUP));
+        // Pairs of products are at most 2 · 15 · 127 in magnitude and two of them fit an i16.
+        let low = _mm256_maddubs_epi16(_mm256_and_si256(w, low_nibble), even);
+        let high = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16::<4>(w), low_nibble), odd);
+        let stripes = _mm256_madd_epi16(_mm256_add_epi16(low, high), ones);
+        let sums = _mm256_add_epi32(stripes, load(chunk::<i32, 8>(x.nibble_offsets, 8 * g)));
+        let x_scale = _mm256_set1_ps(x_scale);
+        let scale = match scales {
+            NibbleScales::Row => x_scale,
+            NibbleScales::PerGroup(w) => _mm256_mul_ps(_mm256_set1_ps(w[g]), x_scale),
+            NibbleScales::PerStripe(w) => _mm256_mul_ps(load_ps(chunk(w, 8 * g)), x_scale),
+        };
+        acc[g % 2] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), scale, acc[g % 2]);
+    }
+    tree(acc)
+}
+
+/// One int8 row with one activation row, one group of 64 columns at a time.
+#[target_feature(enable = "avx2,fma")]
+fn int8_dot(weights: &[i8], scales: Option<&[f32]>, x: QuantRow<'_>) -> f32 {
+    let mut acc = [_mm256_setzero_ps(); 2];
+    let ones = _mm256_set1_epi16(1);
+    for (g, &x_scale) in x.scales.iter().enumerate() {
+        let w: [i8; GROUP] = padded(weights, g * GROUP);
+        let q: [i8; GROUP] = padded(x.values, g * GROUP);
+        let scale = _mm256_set1_ps(scales.map_or(x_scale, |w| w[g] * x_scale));
+        for (half, acc) in acc.iter_mut().enumerate() {
+            let w = load(chunk::<i8, 32>(&w, 32 * half));
+            let q = load(chunk::<i8, 32>(&q, 32 * half));
+            // |w| ≤ 128 as unsigned times ±q with |q| ≤ 127: a pair is at most 32512, no saturation.
+            let pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(q, w));
+            let sums = _mm256_madd_epi16(pairs, ones);
+            *acc = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), scale, *acc);
+        }
+    }
+    tree(acc)
+}
+
+/// `N` elements from `start` as an array.
+#[inline(always)]
+pub(super) fn chunk<T, const N: usize>(x: &[T], start: usize) -> &[T; N] {
+    x[start..].first_chunk().expect("activation rows are padded to whole groups")
+}
+
+/// Loads 32 bytes.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn load<T: bytemuck::Pod, const N: usize>(x: &[T; N]) -> __m256i {
+    const { assert!(size_of::<[T; N]>() == 32) };
+    // SAFETY: the array is 32 readable bytes of plain data; the load needs no alignment.
+    unsafe { _mm256_loadu_si256(std::ptr::from_ref(x).cast()) }
+}
+
+/// Loads 8 floats.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn load_ps(x: &[f32; 8]) -> __m256 {
+    // SAFETY: the array is 32 readable bytes; the load needs no alignment.
+    unsafe { _mm256_loadu_ps(x.as_ptr()) }
+}
+
+/// Adds accumulators 0–7 and 8–15 in the order of [`tree16`].
+#[target_feature(enable = "avx2")]
+#[inline]
+fn tree(acc: [__m256; 2]) -> f32 {
+    let mut lanes = [0.0; 16];
+    // SAFETY: both halves are 8 writable floats; the stores need no alignment.
+    unsafe {
+        _mm256_storeu_ps(lanes.as_mut_ptr(), acc[0]);
+        _mm256_storeu_ps(lanes.as_mut_ptr().add(8), acc[1]);
+    }
+    tree16(&lanes)
+}
