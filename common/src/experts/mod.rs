@@ -8,7 +8,7 @@ mod layout;
 pub mod pack;
 mod store;
 
-pub use layout::{ExpertLayout, ExpertSpec, MatrixSpec};
+pub use layout::{ExpertLayout, ExpertMatrix, ExpertSpec, MatrixSpec, RecordPart};
 pub use store::{AgedFrequency, EvictionPolicy, LocalStore, StoreStats};
 
 use serde::{Deserialize, Serialize};

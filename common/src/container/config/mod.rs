@@ -1,4 +1,16 @@
-//! `config.json`: parsed, checked, refused by name (docs/formats.md, "config.json").
+//! `config.json`: parsed, checked, refused by name (docs/model.md §11 and §14).
+//!
+//! Unknown keys are accepted, a JSON `null` counts as absent, and every dimension is bounded so that no
+//! later product of dimensions can overflow. One submodule per model family.
+
+mod fields;
+mod glm;
+mod olmoe;
+mod quantization;
+
+use fields::Fields;
+pub(crate) use quantization::check_quantization;
+use serde_json::Value;
 
 /// Configuration of any supported family.
 #[derive(Clone, Debug, PartialEq)]
@@ -82,11 +94,30 @@ pub struct OlmoeConfig {
 impl ModelConfig {
     /// Parses and checks `config.json` text.
     ///
+    /// `quantization_config` is not looked at here: a colibrì container keeps the one of the checkpoint it
+    /// was made from.
+    ///
     /// # Errors
     /// One sentence naming the key, its value and what is supported.
     pub fn parse(json: &[u8]) -> Result<Self, String> {
-        let _ = json;
-        todo!()
+        let root: Value = serde_json::from_slice(json).map_err(|e| format!("not valid JSON: {e}"))?;
+        let Value::Object(map) = &root else {
+            return Err("not a JSON object; copy the config.json of the checkpoint".into());
+        };
+        let fields = Fields::new(map);
+        match fields.required_str("model_type")? {
+            "glm_moe_dsa" => glm::parse(&fields).map(Self::Glm),
+            "olmoe" => olmoe::parse(&fields).map(Self::Olmoe),
+            other => Err(format!("model_type is {other:?}; supported are \"glm_moe_dsa\" and \"olmoe\"")),
+        }
+    }
+
+    /// The family's `model_type`.
+    pub fn model_type(&self) -> &'static str {
+        match self {
+            Self::Glm(_) => "glm_moe_dsa",
+            Self::Olmoe(_) => "olmoe",
+        }
     }
 
     /// Vocabulary size.
@@ -94,6 +125,22 @@ impl ModelConfig {
         match self {
             Self::Glm(c) => c.vocab_size,
             Self::Olmoe(c) => c.vocab_size,
+        }
+    }
+
+    /// Width of the residual stream.
+    pub fn hidden_size(&self) -> usize {
+        match self {
+            Self::Glm(c) => c.hidden_size,
+            Self::Olmoe(c) => c.hidden_size,
+        }
+    }
+
+    /// Layers of the main model (the MTP layer not included).
+    pub fn num_hidden_layers(&self) -> usize {
+        match self {
+            Self::Glm(c) => c.num_hidden_layers,
+            Self::Olmoe(c) => c.num_hidden_layers,
         }
     }
 

@@ -1,0 +1,107 @@
+//! Reading tensors into memory, checking what cannot be checked from headers.
+
+use rayon::prelude::*;
+
+use super::error::{ContainerError, Problem};
+use super::file::Shard;
+use super::resolve::{MatrixPlace, Span, VectorPlace};
+use crate::mem::AlignedBuf;
+use crate::quant::{Format, Matrix};
+
+/// Large payloads are read in pieces of this size, several at once: drives gain from depth.
+const CHUNK_BYTES: usize = 8 << 20;
+
+/// What is wrong with some scales, if anything: they must be finite and not negative.
+pub(crate) fn scale_flaw(scales: &[f32]) -> Option<String> {
+    let (index, scale) = scales.iter().enumerate().find(|(_, s)| !s.is_finite() || **s < 0.0)?;
+    Some(format!("scale {index} is {scale}; scales must be finite and not negative"))
+}
+
+/// What is wrong with a weight payload, if anything: fp8 (e4m3fn) has NaN codes, which are refused.
+pub(crate) fn weight_flaw(format: Format, weights: &[u8]) -> Option<String> {
+    if format != Format::Fp8Block {
+        return None;
+    }
+    let index = weights.iter().position(|byte| byte & 0x7f == 0x7f)?;
+    Some(format!("byte {index} is an fp8 NaN; weights must be numbers"))
+}
+
+/// Reads one matrix; `name` is for messages.
+pub(super) fn matrix(shards: &[Shard], name: &str, place: &MatrixPlace) -> Result<Matrix, ContainerError> {
+    let spec = place.spec;
+    let weights = payload(shards, &place.weights)?;
+    if let Some(what) = weight_flaw(spec.format, &weights) {
+        return Err(damaged(shards, &place.weights, name, what));
+    }
+    let mut scales = vec![0f32; spec.format.scale_count(spec.rows, spec.cols)];
+    if let Some(span) = &place.scales {
+        read(shards, span, bytemuck::cast_slice_mut(&mut scales))?;
+        if let Some(what) = scale_flaw(&scales) {
+            return Err(damaged(shards, span, &format!("scales of {name}"), what));
+        }
+    }
+    Ok(Matrix { format: spec.format, rows: spec.rows, cols: spec.cols, weights, scales })
+}
+
+/// Reads one float vector as f32.
+pub(super) fn vector(shards: &[Shard], name: &str, place: &VectorPlace) -> Result<Vec<f32>, ContainerError> {
+    let bytes = payload(shards, &place.span)?;
+    let values = floats(place.format, &bytes);
+    match values.iter().position(|v| !v.is_finite()) {
+        None => Ok(values),
+        Some(i) => {
+            let what = format!("element {i} is {}; only finite numbers are usable", values[i]);
+            Err(damaged(shards, &place.span, name, what))
+        }
+    }
+}
+
+/// Decodes a float payload; other formats give nothing.
+fn floats(format: Format, bytes: &[u8]) -> Vec<f32> {
+    let pairs = || bytes.as_chunks::<2>().0.iter().copied();
+    match format {
+        Format::F32 => bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
+        Format::F16 => pairs().map(|b| half::f16::from_le_bytes(b).to_f32()).collect(),
+        Format::Bf16 => pairs().map(|b| half::bf16::from_le_bytes(b).to_f32()).collect(),
+        _ => Vec::new(),
+    }
+}
+
+/// Reads a whole span into page-aligned memory.
+fn payload(shards: &[Shard], span: &Span) -> Result<AlignedBuf, ContainerError> {
+    let too_large =
+        |_| std::io::Error::new(std::io::ErrorKind::OutOfMemory, "it is larger than the address space");
+    let mut buf = usize::try_from(span.bytes)
+        .map_err(too_large)
+        .and_then(AlignedBuf::zeroed)
+        .map_err(|source| io_error(shards, span, source))?;
+    read(shards, span, &mut buf)?;
+    Ok(buf)
+}
+
+/// Fills `buf`, which is as long as the span, in parallel pieces.
+fn read(shards: &[Shard], span: &Span, buf: &mut [u8]) -> Result<(), ContainerError> {
+    let shard = shards.get(span.shard as usize).ok_or_else(|| {
+        io_error(shards, span, std::io::Error::new(std::io::ErrorKind::NotFound, "no such shard"))
+    })?;
+    buf.par_chunks_mut(CHUNK_BYTES)
+        .enumerate()
+        .try_for_each(|(i, piece)| shard.read_exact_at(piece, span.offset + (i * CHUNK_BYTES) as u64))
+        .map_err(|source| io_error(shards, span, source))
+}
+
+/// Reads at most `limit` bytes from the start of a span.
+pub(super) fn read_start(shards: &[Shard], span: &Span, limit: u64) -> Result<Vec<u8>, ContainerError> {
+    let start = Span { bytes: span.bytes.min(limit), ..*span };
+    Ok(payload(shards, &start)?.to_vec())
+}
+
+fn io_error(shards: &[Shard], span: &Span, source: std::io::Error) -> ContainerError {
+    let path = shards.get(span.shard as usize).map(|s| s.path().to_owned()).unwrap_or_default();
+    ContainerError::Io { path, source }
+}
+
+fn damaged(shards: &[Shard], span: &Span, tensor: &str, what: String) -> ContainerError {
+    let file = shards.get(span.shard as usize).map(|s| s.path().to_owned());
+    ContainerError::Damaged(vec![Problem { file, tensor: Some(tensor.to_owned()), what }])
+}

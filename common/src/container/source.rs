@@ -1,0 +1,155 @@
+//! Routed experts read straight from a container: two reads per expert where the file allows it.
+//!
+//! The three matrices are independent locations, possibly in different shards. Parts that lie next to
+//! each other in file and record are read with one call (docs/formats.md §5): a container sorted by name
+//! gives one range of weights and one of scales.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use super::Inner;
+use super::file::Shard;
+use super::load::{scale_flaw, weight_flaw};
+use super::resolve::{ExpertPlaces, Span};
+use super::tensors::expert_name;
+use crate::experts::{ExpertError, ExpertId, ExpertLayout, ExpertSource, ExpertSpec, RecordPart};
+
+/// The routed experts of an open container.
+pub(super) struct ContainerSource {
+    pub(super) inner: Arc<Inner>,
+}
+
+/// A part of the record and where its bytes are.
+#[derive(Clone, Copy)]
+struct Piece {
+    part: RecordPart,
+    span: Span,
+}
+
+impl ExpertSource for ContainerSource {
+    fn layout(&self) -> &ExpertLayout {
+        &self.inner.resolved.layout
+    }
+
+    fn contains(&self, id: ExpertId) -> bool {
+        self.places(id).is_some()
+    }
+
+    fn read(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError> {
+        let (Some(places), Some(spec)) = (self.places(id), self.layout().spec(id)) else {
+            return Err(ExpertError::Missing {
+                id,
+                holder: "container".into(),
+                remedy: "check that it is the container the other side uses".into(),
+            });
+        };
+        if record.len() != spec.record_bytes() {
+            let what = format!("the buffer has {} bytes, the record {}", record.len(), spec.record_bytes());
+            let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, what);
+            return Err(ExpertError::Read { id, path: self.inner.dir().to_owned(), source });
+        }
+        let pieces = pieces(spec, places);
+        let mut rest = &pieces[..];
+        while let Some(run) = leading_run(rest) {
+            self.read_run(id, run, record)?;
+            rest = &rest[run.len()..];
+        }
+        clear_padding(&pieces, record);
+        self.check(id, spec, &pieces, record)
+    }
+
+    fn describe(&self) -> String {
+        format!("container {}", self.inner.dir().display())
+    }
+}
+
+impl ContainerSource {
+    fn places(&self, id: ExpertId) -> Option<&ExpertPlaces> {
+        self.inner.resolved.experts.get(&id.layer)?.get(usize::from(id.index))
+    }
+
+    fn shard(&self, span: &Span) -> Option<&Shard> {
+        self.inner.shards.get(span.shard as usize)
+    }
+
+    fn path(&self, span: &Span) -> PathBuf {
+        self.shard(span).map(|s| s.path().to_owned()).unwrap_or_default()
+    }
+
+    /// Reads parts that touch in the file with one call. The record may have padding between them, so
+    /// all but the first are then moved up to their place, the last one first.
+    fn read_run(&self, id: ExpertId, run: &[Piece], record: &mut [u8]) -> Result<(), ExpertError> {
+        let Some(first) = run.first() else { return Ok(()) };
+        let error = |source| ExpertError::Read { id, path: self.path(&first.span), source };
+        let not_found = || std::io::Error::new(std::io::ErrorKind::NotFound, "no such shard");
+        let shard = self.shard(&first.span).ok_or_else(|| error(not_found()))?;
+        let start = first.part.offset;
+        let mut packed_end = start + run.iter().map(|p| p.part.len).sum::<usize>();
+        shard.read_exact_at(&mut record[start..packed_end], first.span.offset).map_err(error)?;
+        for Piece { part, .. } in run.iter().rev() {
+            let packed = packed_end - part.len..packed_end;
+            packed_end = packed.start;
+            if packed.start != part.offset {
+                record.copy_within(packed, part.offset);
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses NaN, infinite and negative scales, and fp8 NaN weights.
+    fn check(
+        &self,
+        id: ExpertId,
+        spec: &ExpertSpec,
+        pieces: &[Piece],
+        record: &[u8],
+    ) -> Result<(), ExpertError> {
+        for Piece { part, span } in pieces {
+            let bytes = &record[part.range()];
+            let flaw = if part.scales {
+                // Parts start on 64-byte boundaries, but the caller's buffer might not be aligned at all.
+                let scales: Vec<f32> =
+                    bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+                scale_flaw(&scales)
+            } else {
+                weight_flaw(spec.matrix(part.matrix).format, bytes)
+            };
+            if let Some(flaw) = flaw {
+                let name = expert_name(id.layer, usize::from(id.index), part.matrix);
+                let of = if part.scales { "scales of " } else { "" };
+                return Err(ExpertError::Damaged {
+                    id,
+                    path: self.path(span),
+                    what: format!("{of}{name}: {flaw}"),
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The parts of the record that hold bytes, in record order, with their places.
+fn pieces(spec: &ExpertSpec, places: &ExpertPlaces) -> Vec<Piece> {
+    let [down, gate, up] = places;
+    let spans =
+        [Some(down.weights), Some(gate.weights), Some(up.weights), down.scales, gate.scales, up.scales];
+    let with_span = |(part, span): (RecordPart, Option<Span>)| Some(Piece { part, span: span? });
+    spec.parts().into_iter().zip(spans).filter_map(with_span).collect()
+}
+
+/// The longest prefix whose bytes lie one after another in one shard; `None` when nothing is left.
+fn leading_run(pieces: &[Piece]) -> Option<&[Piece]> {
+    let touches = |pair: &[Piece]| matches!(pair, [a, b] if a.span.shard == b.span.shard && a.span.offset + a.span.bytes == b.span.offset);
+    let joined = pieces.windows(2).take_while(|pair| touches(pair)).count();
+    if pieces.is_empty() { None } else { pieces.get(..=joined) }
+}
+
+/// Zeroes everything between and behind the parts: a record has the same bytes however it was made.
+fn clear_padding(pieces: &[Piece], record: &mut [u8]) {
+    let mut end = 0;
+    for Piece { part, .. } in pieces {
+        record[end..part.offset].fill(0);
+        end = part.range().end;
+    }
+    record[end..].fill(0);
+}
