@@ -56,8 +56,8 @@ pub fn encode_row(
             let scale = Scale::of(row, 1);
             scales.push(scale.scale);
             weights.extend(row.chunks(4).map(|chunk| {
-                // Missing columns are written as 0.
-                let value = |i: usize| (chunk.get(i).map_or(0, |&w| scale.quantize(w)) + 2) as u8;
+                // Bits of missing columns are 0.
+                let value = |i: usize| chunk.get(i).map_or(0, |&w| (scale.quantize(w) + 2) as u8);
                 value(0) | value(1) << 2 | value(2) << 4 | value(3) << 6
             }));
         }
@@ -106,15 +106,15 @@ impl Scale {
     }
 }
 
-/// Nibbles with one scale per `group` columns; a missing last column is written as 0.
+/// Nibbles with one scale per `group` columns; the bits of a missing last column are 0.
 fn encode_nibbles(row: &[f32], group: usize, weights: &mut Vec<u8>, scales: &mut Vec<f32>) {
     let groups: Vec<Scale> = row.chunks(group).map(|values| Scale::of(values, 7)).collect();
     scales.extend(groups.iter().map(|g| g.scale));
-    let nibble = |i: usize| row.get(i).map_or(8, |&w| (groups[i / group].quantize(w) + 8) as u8);
+    let nibble = |i: usize| row.get(i).map_or(0, |&w| (groups[i / group].quantize(w) + 8) as u8);
     weights.extend((0..row.len().div_ceil(2)).map(|k| nibble(2 * k) | nibble(2 * k + 1) << 4));
 }
 
-/// 24 bytes per 64 columns: 16 of low bits, 8 of high bits; missing columns are written as 0.
+/// 24 bytes per 64 columns: 16 of low bits, 8 of high bits; missing columns are written as the value 0.
 fn encode_int3(row: &[f32], weights: &mut Vec<u8>, scales: &mut Vec<f32>) {
     for values in row.chunks(64) {
         let scale = Scale::of(values, 3);
@@ -183,7 +183,7 @@ mod tests {
     #[test]
     fn zero_rows_get_the_floor_scale_and_bad_input_is_refused() {
         let (weights, scales) = encode(Format::Int4Row, 1, 3, &[0.0; 3]).unwrap();
-        assert_eq!((weights, scales), (vec![0x88, 0x88], vec![1e-8]));
+        assert_eq!((weights, scales), (vec![0x88, 0x08], vec![1e-8]));
         let bad = [0.0, f32::NAN];
         assert_eq!(encode(Format::Int8Row, 1, 2, &bad), Err(EncodeError::NotFinite { col: 1 }));
         let fp8 = Format::Fp8Block;
