@@ -1,14 +1,27 @@
 //! Decoding: sampling, speculation, stop rules; one engine thread drives a step.
+//!
+//! [`Session::generate`] is the loop (prefill, then rounds of draft, verify, accept), [`Engine`] what it runs on,
+//! [`EngineHandle`] the queue in front of the one thread that runs it. [`sampling`] draws tokens, [`score`] runs
+//! given ids.
 
+mod answer;
+mod drafts;
+pub mod philox;
 mod request;
+pub mod sampling;
 mod scheduler;
+pub mod score;
 mod session;
+pub mod speculative;
+mod stop;
 
+pub use drafts::DraftLength;
 pub use request::{
     DecodeError, DraftPolicy, Event, FinishReason, GenerateRequest, GenerateStats, Generation, SamplingParams,
 };
 pub use scheduler::{CancelHandle, EngineHandle, JobEvent, JobReceiver, SubmitError};
 pub use session::Session;
+pub use stop::{StopScan, StopStrings};
 
 use std::ops::ControlFlow;
 use std::sync::Arc;

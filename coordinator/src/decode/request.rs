@@ -45,7 +45,7 @@ impl SamplingParams {
 /// How many tokens the MTP layer drafts per round. Never changes a token, only the speed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DraftPolicy {
-    /// The engine chooses from the measured acceptance (see the `drafts` module).
+    /// The engine chooses from the measured acceptance (see [`super::DraftLength`]).
     Auto,
     /// No drafts.
     Off,
