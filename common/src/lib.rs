@@ -5,6 +5,7 @@
 //! [`quant`], [`kernels`], [`fixed`] and [`ffn`].
 
 pub mod container;
+pub mod convert;
 pub mod disk;
 pub mod experts;
 pub mod ffn;

@@ -3,30 +3,7 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-/// Fills `buf` from byte `offset`; a short file is [`std::io::ErrorKind::UnexpectedEof`].
-#[cfg(unix)]
-pub(crate) fn read_exact_at(file: &File, buf: &mut [u8], offset: u64) -> std::io::Result<()> {
-    std::os::unix::fs::FileExt::read_exact_at(file, buf, offset)
-}
-
-/// Fills `buf` from byte `offset`; a short file is [`std::io::ErrorKind::UnexpectedEof`].
-#[cfg(windows)]
-pub(crate) fn read_exact_at(file: &File, mut buf: &mut [u8], mut offset: u64) -> std::io::Result<()> {
-    use std::io::{Error, ErrorKind};
-    use std::os::windows::fs::FileExt;
-    while !buf.is_empty() {
-        match file.seek_read(buf, offset) {
-            Ok(0) => return Err(Error::new(ErrorKind::UnexpectedEof, "the file is shorter than expected")),
-            Ok(n) => {
-                buf = &mut buf[n..];
-                offset += n as u64;
-            }
-            Err(e) if e.kind() == ErrorKind::Interrupted => {}
-            Err(e) => return Err(e),
-        }
-    }
-    Ok(())
-}
+pub(crate) use crate::disk::read_exact_at;
 
 /// Shards beyond this number are reopened for every read, so that a model of thousands of shards does
 /// not exhaust the usual limit of 1024 open files.

@@ -10,12 +10,12 @@ mod file;
 mod fingerprint;
 mod format;
 mod index;
-mod load;
-mod resolve;
+pub(crate) mod load;
+pub(crate) mod resolve;
 pub mod safetensors;
 mod source;
 mod summary;
-mod tensors;
+pub(crate) mod tensors;
 pub mod write;
 
 pub use error::{ContainerError, Problem};
@@ -114,6 +114,16 @@ impl Container {
         let fingerprint = fingerprint::start(&config, &index);
         let inner = Arc::new(Inner { dirs: dirs.to_vec(), shards: index.shards, resolved });
         Ok(Self { inner, config, summary, bytes, fingerprint })
+    }
+
+    /// Where every tensor is, for the converter.
+    pub(crate) fn resolved(&self) -> &Resolved {
+        &self.inner.resolved
+    }
+
+    /// The files that [`Container::resolved`] refers to by number.
+    pub(crate) fn shards(&self) -> &[Shard] {
+        &self.inner.shards
     }
 
     /// The first directory.

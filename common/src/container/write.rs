@@ -130,7 +130,10 @@ fn sync_parent(path: &Path) -> std::io::Result<()> {
 }
 
 /// Header JSON, padded, and the number of data bytes it promises.
-fn header_json(tensors: &[TensorHeader], metadata: &[(&str, &str)]) -> std::io::Result<(Vec<u8>, u64)> {
+pub(crate) fn header_json(
+    tensors: &[TensorHeader],
+    metadata: &[(&str, &str)],
+) -> std::io::Result<(Vec<u8>, u64)> {
     let mut map = Map::new();
     if !metadata.is_empty() {
         let strings: Map<String, Value> =

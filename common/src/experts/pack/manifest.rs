@@ -7,20 +7,16 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::super::{ExpertLayout, ExpertSpec, MatrixSpec};
-use super::{ALIGN_BYTES, MANIFEST, PackError};
+use super::super::ExpertLayout;
+use super::{MANIFEST, PackError};
 use crate::container::Fingerprint;
 use crate::disk;
-use crate::quant::Format;
 
 const KIND: &str = "shimmer-expert-pack";
 const VERSION: u32 = 1;
 
 /// A model of 80,000 experts needs 200 KB.
 const MAX_BYTES: u64 = 64 << 20;
-
-/// Far above any model, far below what could overflow a size computation.
-const MAX_DIM: usize = 1 << 24;
 
 /// Checked manifest.
 #[derive(Clone, Debug, PartialEq)]
@@ -85,7 +81,7 @@ impl Manifest {
         }
         let fingerprint =
             parse_hex(&body.fingerprint).map(Fingerprint).ok_or_else(|| damaged("bad fingerprint".into()))?;
-        check_layout(&body.layout).map_err(|what| damaged(format!("impossible layout: {what}")))?;
+        body.layout.validate().map_err(|what| damaged(format!("impossible layout: {what}")))?;
         Ok(Self { fingerprint, layout: body.layout, seal: body.seal })
     }
 
@@ -124,55 +120,4 @@ fn verified(bytes: &[u8]) -> Option<Vec<u8>> {
 /// Parses 64 hex digits.
 pub(super) fn parse_hex(hex: &str) -> Option<[u8; 32]> {
     blake3::Hash::from_hex(hex).ok().map(|hash| *hash.as_bytes())
-}
-
-/// Whether record sizes and views can be computed from `layout` without overflow and contradiction.
-pub(super) fn check_layout(layout: &ExpertLayout) -> Result<(), String> {
-    let hidden = layout.hidden_size;
-    if hidden == 0 || hidden > MAX_DIM {
-        return Err(format!("hidden_size {hidden}"));
-    }
-    for ExpertSpec { gate, up, down } in &layout.specs {
-        for (name, matrix) in [("gate", gate), ("up", up), ("down", down)] {
-            check_matrix(matrix).map_err(|what| format!("{name}: {what}"))?;
-        }
-        let fits = gate.cols == hidden
-            && up.cols == hidden
-            && down.rows == hidden
-            && gate.rows == up.rows
-            && gate.rows == down.cols;
-        if !fits {
-            return Err(format!(
-                "gate [{}, {}], up [{}, {}] and down [{}, {}] do not form an FFN of hidden_size {hidden}",
-                gate.rows, gate.cols, up.rows, up.cols, down.rows, down.cols
-            ));
-        }
-    }
-    for (layer, experts) in &layout.layers {
-        if experts.len() > usize::from(u16::MAX) + 1 {
-            return Err(format!("layer {layer} has {} experts", experts.len()));
-        }
-        if let Some(spec) = experts.iter().find(|&&spec| usize::from(spec) >= layout.specs.len()) {
-            return Err(format!("layer {layer} refers to spec {spec} of {}", layout.specs.len()));
-        }
-    }
-    let aligned = |spec: &ExpertSpec| (spec.record_bytes() as u64).is_multiple_of(ALIGN_BYTES);
-    if layout.specs.iter().all(aligned) {
-        Ok(())
-    } else {
-        Err("records are not multiples of 4096 bytes".into())
-    }
-}
-
-fn check_matrix(matrix: &MatrixSpec) -> Result<(), String> {
-    let MatrixSpec { format, rows, cols } = *matrix;
-    if !(1..=MAX_DIM).contains(&rows) || !(1..=MAX_DIM).contains(&cols) {
-        return Err(format!("shape [{rows}, {cols}]"));
-    }
-    match format {
-        Format::Int4Grouped { group } if group == 0 || group % 8 != 0 || group as usize > MAX_DIM => {
-            Err(format!("group size {group}"))
-        }
-        _ => Ok(()),
-    }
 }

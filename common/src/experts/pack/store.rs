@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Rw
 
 use super::super::{ExpertError, ExpertId, ExpertLayout, ExpertSource};
 use super::index::{Catalog, ENTRY_BYTES, Entry, encode_all};
-use super::manifest::{Manifest, Seal, check_layout};
+use super::manifest::{Manifest, Seal};
 use super::reader::{DataFile, data_file_lengths, read_index};
 use super::{FILE_BYTES, INDEX, LOCK, MANIFEST, PackError, data_file_name};
 use crate::container::Fingerprint;
@@ -73,7 +73,7 @@ impl PackStore {
         layout: &ExpertLayout,
         file_bytes: u64,
     ) -> Result<Self, PackError> {
-        check_layout(layout).map_err(|what| PackError::Mismatch {
+        layout.validate().map_err(|what| PackError::Mismatch {
             path: dir.to_owned(),
             what: format!("a pack cannot hold this model's experts: {what}"),
         })?;
