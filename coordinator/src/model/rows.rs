@@ -27,7 +27,7 @@ impl Rows {
 
     /// Number of rows.
     pub fn rows(&self) -> usize {
-        if self.width == 0 { 0 } else { self.data.len() / self.width }
+        self.data.len().checked_div(self.width).unwrap_or(0)
     }
 
     /// One row.
