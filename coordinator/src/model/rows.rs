@@ -2,7 +2,6 @@
 
 use rayon::prelude::*;
 use shimmer_common::kernels::{Activations, Kernels};
-use shimmer_common::math;
 use shimmer_common::quant::Matrix;
 
 /// f32 rows `[rows, width]`.
@@ -54,10 +53,10 @@ impl Rows {
     }
 
     /// The root-mean-square norm of every row.
-    pub(super) fn rms_norm(&self, weight: &[f32], eps: f32) -> Rows {
+    pub(super) fn rms_norm(&self, kernels: Kernels, weight: &[f32], eps: f32) -> Rows {
         let mut out = Rows::zeroed(self.rows(), self.width);
         for_each_chunk(&mut out.data, self.width, self.data.len(), |r, row| {
-            math::rms_norm(self.row(r), weight, eps, row);
+            kernels.rms_norm(self.row(r), weight, eps, row);
         });
         out
     }

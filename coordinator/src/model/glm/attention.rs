@@ -5,8 +5,6 @@
 //! latent part, as value; the value half is applied to the weighted latent. Sums over positions run in
 //! ascending order, sums over the latent as the kernels define them.
 
-use shimmer_common::math;
-
 use super::Glm;
 use super::weights::{Attention, Indexer};
 use crate::model::rows::{Rows, activations, for_each_chunk, project};
@@ -37,7 +35,8 @@ impl Glm {
         inputs.extend(indexer.iter().flat_map(|i| [&i.wk, &i.weights_proj]));
         let x = activations(x, &inputs);
 
-        let q_res = project(self.kernels, &w.q_a_proj, &x).rms_norm(&w.q_a_layernorm, LATENT_EPS);
+        let q_res =
+            project(self.kernels, &w.q_a_proj, &x).rms_norm(self.kernels, &w.q_a_layernorm, LATENT_EPS);
         let mut inputs = vec![&w.q_b_proj];
         inputs.extend(indexer.map(|i| &i.wq_b));
         let q_res = activations(q_res, &inputs);
@@ -76,7 +75,7 @@ impl Glm {
         let mut latent = vec![0.0; latent_len];
         for (r, angles) in step.angles.iter().enumerate() {
             let row = ckv.row_mut(r);
-            math::rms_norm(&row[..latent_len], &w.kv_a_layernorm, LATENT_EPS, &mut latent);
+            self.kernels.rms_norm(&row[..latent_len], &w.kv_a_layernorm, LATENT_EPS, &mut latent);
             row[..latent_len].copy_from_slice(&latent);
             angles.rotate_interleaved(&mut row[latent_len..]);
         }

@@ -71,7 +71,7 @@ impl Glm {
         let unnormed = project(self.kernels, &w.wk, x);
         let mut key = vec![0.0; unnormed.width];
         for (r, angles) in step.angles.iter().enumerate() {
-            math::layer_norm(unnormed.row(r), &w.k_norm_weight, &w.k_norm_bias, LATENT_EPS, &mut key);
+            self.kernels.layer_norm(unnormed.row(r), &w.k_norm_weight, &w.k_norm_bias, LATENT_EPS, &mut key);
             angles.rotate_interleaved(&mut key[..rope_len]);
             cache.indexer_keys.data.extend_from_slice(&key);
             if recorder.wants("indexer_keys") {

@@ -95,7 +95,7 @@ impl Glm {
             self.decoder_layer(layer, indexer, &mut x, &mut step, cache, recorder)?;
         }
         recorder.enter(Scope::Model);
-        let h = x.rms_norm(&self.weights.norm, self.config.rms_norm_eps);
+        let h = x.rms_norm(self.kernels, &self.weights.norm, self.config.rms_norm_eps);
         recorder.rows("final_norm", &h);
         Ok(h)
     }
@@ -112,12 +112,12 @@ impl Glm {
         recorder: &mut Recorder<'_>,
     ) -> Result<(), ExpertError> {
         let eps = self.config.rms_norm_eps;
-        let normed = x.rms_norm(&layer.input_layernorm, eps);
+        let normed = x.rms_norm(self.kernels, &layer.input_layernorm, eps);
         let attn_out = self.attention(&layer.self_attn, indexer, normed, step, cache, recorder);
         recorder.rows("attn_out", &attn_out);
         x.add(&attn_out);
 
-        let normed = x.rms_norm(&layer.post_attention_layernorm, eps);
+        let normed = x.rms_norm(self.kernels, &layer.post_attention_layernorm, eps);
         let mlp_out = self.mlp(layer, normed, recorder)?;
         recorder.rows("mlp_out", &mlp_out);
         x.add(&mlp_out);
@@ -133,7 +133,7 @@ impl Glm {
             Mlp::Sparse { gate, e_score_correction_bias, shared_experts } => {
                 let x = activations(x, &[gate, &shared_experts.gate, &shared_experts.up]);
                 let logits = project(self.kernels, gate, &x);
-                let routes = router::route(&self.config, &logits, e_score_correction_bias);
+                let routes = router::route(self.kernels, &self.config, &logits, e_score_correction_bias);
                 let k = self.config.num_experts_per_tok;
                 recorder.rows("router_logits", &logits);
                 routes.record(k, recorder);

@@ -125,8 +125,8 @@ impl Glm {
     fn mtp_input(&self, mtp: &Mtp, tokens: &[u32], hidden: &Rows) -> Rows {
         let eps = self.config.rms_norm_eps;
         let embedded = embed(mtp.embed_tokens.as_ref().unwrap_or(&self.weights.embed_tokens), tokens);
-        let embedded = embedded.rms_norm(&mtp.enorm, eps);
-        let hidden = hidden.rms_norm(&mtp.hnorm, eps);
+        let embedded = embedded.rms_norm(self.kernels, &mtp.enorm, eps);
+        let hidden = hidden.rms_norm(self.kernels, &mtp.hnorm, eps);
         let mut joined = Rows::empty(embedded.width + hidden.width);
         for r in 0..tokens.len() {
             joined.data.extend_from_slice(embedded.row(r));
@@ -154,7 +154,7 @@ impl Glm {
             cache.truncate(step.start);
             return Err(error);
         }
-        let output = x.rms_norm(&mtp.shared_head_norm, self.config.rms_norm_eps);
+        let output = x.rms_norm(self.kernels, &mtp.shared_head_norm, self.config.rms_norm_eps);
         if recorder.wants("logits") {
             recorder.rows("logits", &self.mtp_logits(mtp, &output));
         }

@@ -1,17 +1,19 @@
 //! The sigmoid router with correction bias and groups (docs/model.md §6).
 
 use shimmer_common::container::config::GlmConfig;
+use shimmer_common::kernels::Kernels;
 use shimmer_common::math;
 
 use crate::model::routed::Routes;
 use crate::model::rows::Rows;
 
 /// Chooses experts and weights for every row of `logits` (`[rows, n_routed_experts]`).
-pub(super) fn route(config: &GlmConfig, logits: &Rows, bias: &[f32]) -> Routes {
+pub(super) fn route(kernels: Kernels, config: &GlmConfig, logits: &Rows, bias: &[f32]) -> Routes {
     let mut routes = Routes::default();
     let mut choice = vec![0.0; logits.width];
     for r in 0..logits.rows() {
-        let scores: Vec<f32> = logits.row(r).iter().map(|&x| math::sigmoid(x)).collect();
+        let mut scores = logits.row(r).to_vec();
+        kernels.sigmoid(&mut scores);
         for (c, (s, b)) in choice.iter_mut().zip(scores.iter().zip(bias)) {
             *c = s + b;
         }
@@ -66,7 +68,7 @@ mod tests {
     }
 
     fn route_one(config: &GlmConfig, logits: &[f32], bias: &[f32]) -> Routes {
-        route(config, &Rows { data: logits.to_vec(), width: logits.len() }, bias)
+        route(Kernels::best(), config, &Rows { data: logits.to_vec(), width: logits.len() }, bias)
     }
 
     #[test]

@@ -20,8 +20,8 @@ impl Olmoe {
         let eps = self.config.rms_norm_eps;
         let x = activations(x, &[&w.q_proj, &w.k_proj, &w.v_proj]);
         // The norms see the whole row, before it is split into heads.
-        let mut q = project(self.kernels, &w.q_proj, &x).rms_norm(&w.q_norm, eps);
-        let mut k = project(self.kernels, &w.k_proj, &x).rms_norm(&w.k_norm, eps);
+        let mut q = project(self.kernels, &w.q_proj, &x).rms_norm(self.kernels, &w.q_norm, eps);
+        let mut k = project(self.kernels, &w.k_proj, &x).rms_norm(self.kernels, &w.k_norm, eps);
         let mut v = project(self.kernels, &w.v_proj, &x);
         if let Some(limit) = self.config.clip_qkv {
             for value in [&mut q, &mut k, &mut v].into_iter().flat_map(|rows| &mut rows.data) {

@@ -75,17 +75,23 @@ impl Olmoe {
         recorder.rows("embed", &x);
         for (l, (layer, cache)) in self.weights.layers.iter().zip(&mut seq.layers).enumerate() {
             recorder.enter(Scope::Layer(l));
-            let attn_out =
-                self.attention(layer, x.rms_norm(&layer.input_layernorm, eps), &step, cache, recorder);
+            let attn_out = self.attention(
+                layer,
+                x.rms_norm(self.kernels, &layer.input_layernorm, eps),
+                &step,
+                cache,
+                recorder,
+            );
             recorder.rows("attn_out", &attn_out);
             x.add(&attn_out);
-            let mlp_out = self.moe(layer, x.rms_norm(&layer.post_attention_layernorm, eps), recorder)?;
+            let mlp_out =
+                self.moe(layer, x.rms_norm(self.kernels, &layer.post_attention_layernorm, eps), recorder)?;
             recorder.rows("mlp_out", &mlp_out);
             x.add(&mlp_out);
             recorder.rows("hidden", &x);
         }
         recorder.enter(Scope::Model);
-        let h = x.rms_norm(&self.weights.norm, eps);
+        let h = x.rms_norm(self.kernels, &self.weights.norm, eps);
         recorder.rows("final_norm", &h);
         Ok(h)
     }

@@ -1,5 +1,7 @@
 //! Bit equality: chunking, roll-back, instruction sets (architecture.md, rules N1–N7).
 
+use shimmer_common::kernels::Isa;
+
 use super::*;
 use crate::model::trace::{Trace, TraceTensor};
 
@@ -66,7 +68,7 @@ fn every_instruction_set_gives_the_same_bits() {
         let portable = load_with(case, reference);
         let tokens = some_tokens(&*portable);
         let want = run(&*portable, &tokens, usize::MAX);
-        for isa in isas() {
+        for isa in Isa::available() {
             let model = load_with(case, Kernels::new(isa).unwrap());
             assert!(run(&*model, &tokens, 9) == want, "{case}: {isa:?}");
         }

@@ -16,7 +16,7 @@ use serde_json::Value;
 use shimmer_common::container::Container;
 use shimmer_common::container::config::ModelConfig;
 use shimmer_common::experts::{ExpertCompute, LocalStore};
-use shimmer_common::kernels::{Isa, Kernels};
+use shimmer_common::kernels::Kernels;
 use shimmer_common::math;
 use shimmer_common::profile::NumericProfile;
 
@@ -30,11 +30,6 @@ const TOLERANCE: f64 = 1e-4;
 
 fn data(case: &str) -> PathBuf {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data")).join(case)
-}
-
-/// Every instruction set this CPU has.
-fn isas() -> Vec<Isa> {
-    [Isa::Portable, Isa::Avx2, Isa::Avx512].into_iter().filter(|&isa| Kernels::new(isa).is_ok()).collect()
 }
 
 fn container(case: &str) -> Container {
