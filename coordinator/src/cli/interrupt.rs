@@ -14,6 +14,8 @@ type CleanUp = Box<dyn FnOnce() + Send>;
 #[derive(Default)]
 struct Shared {
     requested: AtomicBool,
+    /// Whether the last signal was SIGTERM: an ordinary end for a server.
+    terminated: AtomicBool,
     /// Ctrl-C presses since the last [`Interrupt::reset`].
     presses: AtomicU32,
     notify: Notify,
@@ -46,7 +48,8 @@ impl Interrupt {
         let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_io().build() else { return };
         runtime.block_on(async {
             let Ok(mut signals) = Signals::new() else { return };
-            while signals.next().await {
+            while let Some(kind) = signals.next().await {
+                self.shared.terminated.store(kind == Kind::Terminate, Ordering::SeqCst);
                 self.shared.requested.store(true, Ordering::SeqCst);
                 self.shared.notify.notify_waiters();
                 if self.shared.presses.fetch_add(1, Ordering::SeqCst) >= 1 {
@@ -60,6 +63,11 @@ impl Interrupt {
     /// Whether Ctrl-C (or a termination signal) arrived.
     pub fn requested(&self) -> bool {
         self.shared.requested.load(Ordering::SeqCst)
+    }
+
+    /// Whether the last signal was SIGTERM.
+    pub fn terminated(&self) -> bool {
+        self.shared.terminated.load(Ordering::SeqCst)
     }
 
     /// Forgets a Ctrl-C that was answered (chat stops the answer, not the program).
@@ -92,6 +100,14 @@ impl Interrupt {
     }
 }
 
+/// Which signal arrived.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Interrupt,
+    #[cfg_attr(not(unix), expect(dead_code))]
+    Terminate,
+}
+
 /// The signals that ask a program to stop: Ctrl-C and, on Unix, SIGTERM.
 struct Signals {
     #[cfg(unix)]
@@ -112,17 +128,17 @@ impl Signals {
         Ok(Self {})
     }
 
-    /// Waits for the next signal; false when none can arrive any more.
+    /// Waits for the next signal; `None` when none can arrive any more.
     #[cfg(unix)]
-    async fn next(&mut self) -> bool {
+    async fn next(&mut self) -> Option<Kind> {
         tokio::select! {
-            signal = self.interrupt.recv() => signal.is_some(),
-            signal = self.terminate.recv() => signal.is_some(),
+            signal = self.interrupt.recv() => signal.map(|()| Kind::Interrupt),
+            signal = self.terminate.recv() => signal.map(|()| Kind::Terminate),
         }
     }
 
     #[cfg(not(unix))]
-    async fn next(&mut self) -> bool {
-        tokio::signal::ctrl_c().await.is_ok()
+    async fn next(&mut self) -> Option<Kind> {
+        tokio::signal::ctrl_c().await.ok().map(|()| Kind::Interrupt)
     }
 }

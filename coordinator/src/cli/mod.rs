@@ -18,6 +18,7 @@ mod output;
 mod run;
 mod sampling_args;
 mod score;
+mod serve;
 mod size;
 mod tensor_file;
 
@@ -68,6 +69,8 @@ struct Cli {
 enum Command {
     /// One answer to stdout
     Run(Box<run::RunArgs>),
+    /// The HTTP gateway and status page
+    Serve(Box<serve::ServeArgs>),
     /// Teacher-forced logits and perplexity of token ids
     Score(Box<score::ScoreArgs>),
     /// Shell completions
@@ -100,6 +103,7 @@ pub fn main() -> ExitCode {
 fn dispatch(command: Command, clap: &clap::Command, argv: &[OsString]) -> Result<(), CliError> {
     match command {
         Command::Run(args) => run::run(&args),
+        Command::Serve(args) => serve::run(&args),
         Command::Score(args) => score::run(&args),
         Command::Completions(args) => completions::run(&args, clap),
         Command::Config(config_show::ConfigCommand::Show(args)) => config_show::run(&args, clap, argv),
