@@ -4,6 +4,7 @@ use std::process::ExitCode;
 
 use shimmer_common::container::ContainerError;
 use shimmer_common::experts::ExpertError;
+use shimmer_common::experts::pack::PackError;
 
 use crate::cluster::ClusterError;
 use crate::decode::DecodeError;
@@ -88,6 +89,19 @@ impl From<ExpertError> for CliError {
                 Self::Data(message)
             }
             ExpertError::Compute { .. } | ExpertError::Unfit { .. } => Self::Failed(message),
+        }
+    }
+}
+
+impl From<PackError> for CliError {
+    fn from(error: PackError) -> Self {
+        let message = error.to_string();
+        match error {
+            PackError::Expert(expert) => expert.into(),
+            PackError::Cancelled => Self::Interrupted,
+            PackError::Io { .. } | PackError::Space { .. } => Self::Failed(message),
+            PackError::Occupied { .. } => Self::Usage(message),
+            _ => Self::Data(message),
         }
     }
 }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use shimmer_common::container::Container;
+use shimmer_common::experts::pack::Pack;
 use shimmer_common::experts::{ExpertCompute, ExpertSource, LocalStore};
 use shimmer_common::profile::NumericProfile;
 
@@ -141,8 +142,17 @@ pub fn expert_source(
     container: &Container,
     pack: Option<&PathBuf>,
 ) -> Result<Arc<dyn ExpertSource>, CliError> {
-    let _ = pack;
-    Ok(container.experts())
+    let Some(dir) = pack else { return Ok(container.experts()) };
+    let pack = Pack::open(dir)?;
+    let fingerprint = container.fingerprint()?;
+    if pack.fingerprint() != fingerprint {
+        return Err(CliError::Data(format!(
+            "the pack {} was made from model {} but the container is model {fingerprint}; make it again with `shimmer pack`",
+            dir.display(),
+            pack.fingerprint(),
+        )));
+    }
+    Ok(Arc::new(pack))
 }
 
 /// A pool of compute threads.

@@ -129,7 +129,10 @@ fn api_keys(args: &ServeArgs) -> Result<ApiKeys, CliError> {
                 .map_err(|e| CliError::Usage(format!("cannot read the API keys {}: {e}", path.display())))?;
             let keys = ApiKeys::from_lines(&text);
             if keys.is_empty() {
-                return Err(CliError::Usage(format!("{} holds no API key; write one a line", path.display())));
+                return Err(CliError::Usage(format!(
+                    "{} holds no API key; write one a line",
+                    path.display()
+                )));
             }
             keys
         }

@@ -31,7 +31,10 @@ fn mend_surrogates(text: &str) -> Option<String> {
             at += 2;
             continue;
         }
-        let paired = |high: u16| (0xD800..0xDC00).contains(&high) && escape(bytes, at + 6).is_some_and(|l| (0xDC00..0xE000).contains(&l));
+        let paired = |high: u16| {
+            (0xD800..0xDC00).contains(&high)
+                && escape(bytes, at + 6).is_some_and(|l| (0xDC00..0xE000).contains(&l))
+        };
         match escape(bytes, at) {
             Some(high) if paired(high) => at += 12,
             Some(0xD800..0xE000) => {
@@ -93,7 +96,8 @@ impl<'a> Fields<'a> {
     pub fn integer(&self, name: &str) -> Result<Option<i128>, ApiError> {
         let Some(value) = self.get(name) else { return Ok(None) };
         let whole = value.as_i64().map(i128::from).or(value.as_u64().map(i128::from));
-        let whole = whole.or_else(|| value.as_f64().filter(|x| x.fract() == 0.0 && x.abs() < 1e18).map(|x| x as i128));
+        let whole = whole
+            .or_else(|| value.as_f64().filter(|x| x.fract() == 0.0 && x.abs() < 1e18).map(|x| x as i128));
         whole.map(Some).ok_or_else(|| errors::invalid_type(name, value, "an integer"))
     }
 
@@ -142,7 +146,9 @@ mod tests {
     #[test]
     fn bad_bodies_are_400() {
         let deep = format!("{{\"a\":{}{}}}", "[".repeat(200), "]".repeat(200));
-        for body in [&b"\xff"[..], b"", b"[]", b"{\"a\":NaN}", b"{", deep.as_bytes(), b"{\"a\":\"\\u12\"}", b"\\u"] {
+        for body in
+            [&b"\xff"[..], b"", b"[]", b"{\"a\":NaN}", b"{", deep.as_bytes(), b"{\"a\":\"\\u12\"}", b"\\u"]
+        {
             assert_eq!(parse(body).unwrap_err().code, "invalid_json");
         }
     }

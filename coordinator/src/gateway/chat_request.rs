@@ -45,18 +45,20 @@ impl ChatRequest {
         let fields = Fields::new(body);
         check_model(&fields, &gateway.config.model_id)?;
         refuse_unsupported(&fields)?;
-        let messages = fields
-            .array("messages")?
-            .ok_or_else(|| ApiError::bad_request("missing_required_parameter", "messages", "messages is missing"))?;
+        let messages = fields.array("messages")?.ok_or_else(|| {
+            ApiError::bad_request("missing_required_parameter", "messages", "messages is missing")
+        })?;
         if messages.is_empty() || messages.len() > MAX_MESSAGES {
             let expected = format!("a list of 1 to {MAX_MESSAGES} messages");
             return Err(errors::invalid_value("messages", &Value::from(messages.len()), &expected));
         }
         let messages = messages.iter().enumerate().map(|(i, m)| message(m, i)).collect::<Result<_, _>>()?;
-        let mut chat = ChatInput { messages, tools: tools(&fields)?, kwargs: Map::new(), add_generation_prompt: true };
+        let mut chat =
+            ChatInput { messages, tools: tools(&fields)?, kwargs: Map::new(), add_generation_prompt: true };
         thinking(&fields, gateway.config.thinking, &mut chat)?;
         let stream_options = fields.object("stream_options")?;
-        let include_usage = stream_options.map(|o| Fields::new(o).boolean("include_usage")).transpose()?.flatten();
+        let include_usage =
+            stream_options.map(|o| Fields::new(o).boolean("include_usage")).transpose()?.flatten();
         Ok(Self {
             chat,
             sampling: sampling(&fields, &gateway.config.sampling, random_seed)?,
@@ -83,7 +85,8 @@ fn refuse_unsupported(fields: &Fields<'_>) -> Result<(), ApiError> {
     let zero = |v: &Value| v.as_f64() == Some(0.0);
     let one = |v: &Value| v.as_f64() == Some(1.0);
     let off = |v: &Value| *v == Value::Bool(false);
-    let empty = |v: &Value| v.as_object().is_some_and(Map::is_empty) || v.as_array().is_some_and(Vec::is_empty);
+    let empty =
+        |v: &Value| v.as_object().is_some_and(Map::is_empty) || v.as_array().is_some_and(Vec::is_empty);
     let text_only = |v: &Value| v["type"] == "text" || *v == serde_json::json!(["text"]);
     let free_choice = |v: &Value| *v == "auto" || *v == "none";
     let harmless: [(&str, &dyn Fn(&Value) -> bool); 19] = [
@@ -128,7 +131,11 @@ fn message(message: &Value, index: usize) -> Result<Value, ApiError> {
         Some(role @ ("system" | "user" | "assistant" | "tool")) => role,
         _ => {
             let given = object.get("role").unwrap_or(&Value::Null);
-            return Err(errors::invalid_value(&path(".role"), given, "system, developer, user, assistant or tool"));
+            return Err(errors::invalid_value(
+                &path(".role"),
+                given,
+                "system, developer, user, assistant or tool",
+            ));
         }
     };
     object.insert("role".into(), role.into());
@@ -140,7 +147,9 @@ fn message(message: &Value, index: usize) -> Result<Value, ApiError> {
                 parts.iter().enumerate().map(|(i, p)| part(p, &path(&format!(".content.{i}")))).collect();
             parts?.concat()
         }
-        Some(other) => return Err(errors::invalid_type(&path(".content"), other, "a text or a list of text parts")),
+        Some(other) => {
+            return Err(errors::invalid_type(&path(".content"), other, "a text or a list of text parts"));
+        }
     };
     object.insert("content".into(), content.into());
     if let (None, Some(reasoning)) = (object.get("reasoning_content"), object.get("reasoning").cloned()) {
@@ -169,7 +178,11 @@ fn part<'a>(part: &'a Value, path: &str) -> Result<&'a str, ApiError> {
 fn tools(fields: &Fields<'_>) -> Result<Vec<Value>, ApiError> {
     let Some(tools) = fields.array("tools")? else { return Ok(Vec::new()) };
     if tools.len() > MAX_TOOLS {
-        return Err(errors::invalid_value("tools", &Value::from(tools.len()), &format!("at most {MAX_TOOLS} tools")));
+        return Err(errors::invalid_value(
+            "tools",
+            &Value::from(tools.len()),
+            &format!("at most {MAX_TOOLS} tools"),
+        ));
     }
     if fields.get("tool_choice").is_some_and(|c| *c == "none") {
         return Ok(Vec::new());
@@ -183,7 +196,8 @@ fn tools(fields: &Fields<'_>) -> Result<Vec<Value>, ApiError> {
         let nested = tool["function"].is_object();
         let function = if nested { &tool["function"] } else { tool };
         let valid = |name: &str| {
-            (1..=128).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
+            (1..=128).contains(&name.len())
+                && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
         };
         if !function["name"].as_str().is_some_and(valid) {
             let expected = "1 to 128 letters, digits, _, . or -";
@@ -226,7 +240,9 @@ fn thinking(fields: &Fields<'_>, default: Option<bool>, chat: &mut ChatInput) ->
     };
     let effort = match (fields.get("reasoning_effort"), fields.object("reasoning")?) {
         (Some(effort), _) => Some(("reasoning_effort", effort)),
-        (None, Some(reasoning)) => reasoning.get("effort").filter(|e| !e.is_null()).map(|e| ("reasoning.effort", e)),
+        (None, Some(reasoning)) => {
+            reasoning.get("effort").filter(|e| !e.is_null()).map(|e| ("reasoning.effort", e))
+        }
         (None, None) => None,
     };
     let mut effort_off = None;
@@ -236,8 +252,9 @@ fn thinking(fields: &Fields<'_>, default: Option<bool>, chat: &mut ChatInput) ->
             return Err(errors::invalid_value(param, effort, "none when thinking is switched off"));
         }
         if !(word == "none" && explicit == Some(true)) {
-            chat.set_reasoning_effort(word)
-                .map_err(|_| errors::invalid_value(param, effort, "none, minimal, low, medium, high, xhigh or max"))?;
+            chat.set_reasoning_effort(word).map_err(|_| {
+                errors::invalid_value(param, effort, "none, minimal, low, medium, high, xhigh or max")
+            })?;
             effort_off = Some(word != "none");
         }
     }
@@ -302,7 +319,11 @@ fn stops(fields: &Fields<'_>) -> Result<Vec<String>, ApiError> {
         Some(other) => return Err(errors::invalid_type(name, other, "a text or a list of texts")),
     };
     if values.len() > MAX_STOPS {
-        return Err(errors::invalid_value(name, &Value::from(values.len()), &format!("at most {MAX_STOPS} texts")));
+        return Err(errors::invalid_value(
+            name,
+            &Value::from(values.len()),
+            &format!("at most {MAX_STOPS} texts"),
+        ));
     }
     let text = |value: &Value| {
         let text = value.as_str().ok_or_else(|| errors::invalid_type(name, value, "a text"))?;

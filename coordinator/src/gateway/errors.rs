@@ -32,7 +32,15 @@ pub struct ApiError {
 
 impl ApiError {
     fn new(status: StatusCode, kind: &'static str, code: &'static str, message: impl Into<String>) -> Self {
-        Self { status, kind, code, param: None, message: message.into(), retry_after_s: None, extra: Vec::new() }
+        Self {
+            status,
+            kind,
+            code,
+            param: None,
+            message: message.into(),
+            retry_after_s: None,
+            extra: Vec::new(),
+        }
     }
 
     /// 400 with a code.
@@ -43,7 +51,8 @@ impl ApiError {
 
     /// The envelope.
     pub fn body(&self) -> Value {
-        let mut error = json!({ "message": self.message, "type": self.kind, "param": self.param, "code": self.code });
+        let mut error =
+            json!({ "message": self.message, "type": self.kind, "param": self.param, "code": self.code });
         for (name, value) in &self.extra {
             error[*name] = value.clone();
         }
@@ -89,12 +98,20 @@ pub fn invalid_json(why: &str) -> ApiError {
 
 /// 400: a parameter has the wrong JSON type.
 pub fn invalid_type(param: &str, value: &Value, expected: &str) -> ApiError {
-    ApiError::bad_request("invalid_type", param, format!("{param} is {}; it must be {expected}", shown(value)))
+    ApiError::bad_request(
+        "invalid_type",
+        param,
+        format!("{param} is {}; it must be {expected}", shown(value)),
+    )
 }
 
 /// 400: a parameter is out of range.
 pub fn invalid_value(param: &str, value: &Value, expected: &str) -> ApiError {
-    ApiError::bad_request("invalid_value", param, format!("{param} is {}; it must be {expected}", shown(value)))
+    ApiError::bad_request(
+        "invalid_value",
+        param,
+        format!("{param} is {}; it must be {expected}", shown(value)),
+    )
 }
 
 /// 400: a parameter whose meaning cannot be honoured.
@@ -157,7 +174,9 @@ impl From<SubmitError> for ApiError {
     fn from(error: SubmitError) -> Self {
         let message = error.to_string();
         let (status, kind, code, seconds) = match error {
-            SubmitError::QueueFull { .. } => (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", "queue_full", 30),
+            SubmitError::QueueFull { .. } => {
+                (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", "queue_full", 30)
+            }
             SubmitError::Stopped => (StatusCode::SERVICE_UNAVAILABLE, "server_error", "shutting_down", 10),
         };
         Self { retry_after_s: Some(seconds), ..Self::new(status, kind, code, message) }
@@ -170,7 +189,8 @@ impl From<DecodeError> for ApiError {
         let message = error.to_string();
         match error {
             DecodeError::Model(ModelError::Expert(_)) => {
-                let base = Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", "cluster_degraded", message);
+                let base =
+                    Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", "cluster_degraded", message);
                 Self { retry_after_s: Some(30), ..base }
             }
             DecodeError::BadSampling { field, .. } => Self::bad_request("invalid_value", field, message),

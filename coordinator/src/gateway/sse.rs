@@ -66,7 +66,12 @@ async fn write(gateway: Arc<Gateway>, job: JobReceiver, reply: Reply, mut writer
     let _ = run(&gateway, job, reply, &mut writer).await;
 }
 
-async fn run(gateway: &Gateway, mut job: JobReceiver, mut reply: Reply, writer: &mut Writer) -> Result<(), Gone> {
+async fn run(
+    gateway: &Gateway,
+    mut job: JobReceiver,
+    mut reply: Reply,
+    writer: &mut Writer,
+) -> Result<(), Gone> {
     writer.delta(json!({ "role": "assistant", "content": "" })).await?;
     let outcome = loop {
         let event = tokio::select! {
@@ -138,7 +143,8 @@ impl Writer {
     }
 
     async fn delta(&mut self, delta: Value) -> Result<(), Gone> {
-        let chunk = self.chunk(json!([{ "index": 0, "delta": delta, "logprobs": null, "finish_reason": null }]));
+        let chunk =
+            self.chunk(json!([{ "index": 0, "delta": delta, "logprobs": null, "finish_reason": null }]));
         self.data(&Value::Object(chunk)).await
     }
 

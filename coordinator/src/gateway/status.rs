@@ -36,7 +36,12 @@ struct Sums {
 
 impl Default for Totals {
     fn default() -> Self {
-        Self { since: Instant::now(), requests: AtomicU64::new(0), finished: AtomicU64::new(0), sums: Mutex::default() }
+        Self {
+            since: Instant::now(),
+            requests: AtomicU64::new(0),
+            finished: AtomicU64::new(0),
+            sums: Mutex::default(),
+        }
     }
 }
 
@@ -114,7 +119,10 @@ pub async fn models(State(gateway): State<Arc<Gateway>>) -> Json<Value> {
 ///
 /// # Errors
 /// 404.
-pub async fn model(State(gateway): State<Arc<Gateway>>, Path(id): Path<String>) -> Result<Json<Value>, ApiError> {
+pub async fn model(
+    State(gateway): State<Arc<Gateway>>,
+    Path(id): Path<String>,
+) -> Result<Json<Value>, ApiError> {
     if id == gateway.config.model_id {
         return Ok(Json(model_json(&gateway)));
     }
@@ -153,7 +161,12 @@ mod tests {
     #[test]
     fn totals_add_up() {
         let totals = Totals::default();
-        let stats = GenerateStats { prompt_tokens: 7, generated_tokens: 4, decode_s: 2.0, ..GenerateStats::default() };
+        let stats = GenerateStats {
+            prompt_tokens: 7,
+            generated_tokens: 4,
+            decode_s: 2.0,
+            ..GenerateStats::default()
+        };
         let generation =
             Generation { ids: Vec::new(), text: String::new(), finish: FinishReason::Length, stats };
         totals.started();
