@@ -7,6 +7,8 @@
 mod layout;
 pub mod pack;
 mod store;
+#[cfg(test)]
+mod testing;
 
 pub use layout::{ExpertLayout, ExpertMatrix, ExpertSpec, MatrixSpec, RecordPart};
 pub use store::{AgedFrequency, EvictionPolicy, LocalStore, StoreStats};

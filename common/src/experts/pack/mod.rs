@@ -132,3 +132,6 @@ impl PackError {
         Self::Damaged { path: path.to_owned(), what: what.into() }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -183,3 +183,6 @@ fn read_record(
     counters.bytes_read.fetch_add(record_bytes as u64, Ordering::Relaxed);
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;
