@@ -50,3 +50,8 @@ impl Engine {
         Session::new().generate(self, request, on_event)
     }
 }
+
+#[cfg(test)]
+mod fake;
+#[cfg(test)]
+mod tests;

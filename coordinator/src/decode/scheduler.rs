@@ -282,3 +282,113 @@ fn panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "panic".into())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::Sender;
+    use std::time::{Duration, Instant};
+
+    use super::super::FinishReason;
+    use super::super::fake::{self, FakeModel, PANIC};
+    use super::*;
+
+    fn start(queue_limit: usize) -> (EngineHandle, Sender<()>) {
+        let (model, permits) = FakeModel::new(1, 500, true).gated();
+        let pool = Arc::new(rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap());
+        (EngineHandle::start(fake::engine(model), pool, queue_limit).unwrap(), permits)
+    }
+
+    fn wait_until(what: &str, condition: impl Fn() -> bool) {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while !condition() {
+            assert!(Instant::now() < deadline, "{what} did not happen");
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn jobs_run_in_order_and_a_full_queue_refuses() {
+        let (handle, permits) = start(2);
+        let first = handle.submit(fake::request(&[1, 2], 3)).unwrap();
+        wait_until("the first job", || handle.is_running() && handle.waiting() == 0);
+        let second = handle.submit(fake::request(&[1, 2], 4)).unwrap();
+        let third = handle.submit(fake::request(&[1, 2], 5)).unwrap();
+        let refused = handle.submit(fake::request(&[1, 2], 6)).unwrap_err();
+        assert_eq!(refused, SubmitError::QueueFull { waiting: 2 });
+        // A client that went away frees its place.
+        drop(second);
+        let fourth = handle.submit(fake::request(&[1, 2], 7)).unwrap();
+        drop(permits);
+        let mut tokens = 0;
+        let done = first.wait(|event| tokens += usize::from(matches!(event, Event::Token { .. }))).unwrap();
+        assert_eq!((done.ids.len(), tokens), (3, 3));
+        let third = third.wait(|_| ()).unwrap();
+        let fourth = fourth.wait(|_| ()).unwrap();
+        assert_eq!((third.ids.len(), fourth.ids.len()), (5, 7));
+        // The engine keeps the session between jobs, and the answers agree.
+        assert_eq!((third.stats.reused_tokens, fourth.stats.reused_tokens), (1, 1));
+        assert_eq!(fourth.ids[..3], done.ids);
+    }
+
+    #[test]
+    fn a_job_can_be_cancelled_both_ways() {
+        let (handle, permits) = start(8);
+        let cancelled = handle.submit(fake::request(&[1], 1000)).unwrap();
+        cancelled.cancel_handle().cancel();
+        permits.send(()).unwrap();
+        assert_eq!(cancelled.wait(|_| ()).unwrap().finish, FinishReason::Cancelled);
+
+        let dropped = handle.submit(fake::request(&[1], 400)).unwrap();
+        wait_until("the job", || handle.is_running());
+        drop(dropped);
+        // The running step ends, the next event finds nobody.
+        for _ in 0..2 {
+            permits.send(()).unwrap();
+        }
+        wait_until("the end", || !handle.is_running());
+        assert_eq!(handle.waiting(), 0);
+    }
+
+    #[test]
+    fn a_panic_is_an_error_and_the_engine_goes_on() {
+        let (handle, permits) = start(8);
+        drop(permits);
+        let error = handle.submit(fake::request(&[1, PANIC], 3)).unwrap().wait(|_| ()).unwrap_err();
+        assert!(
+            matches!(&error, DecodeError::Internal { message } if message.contains("told to panic")),
+            "{error}"
+        );
+        assert_eq!(handle.submit(fake::request(&[1], 3)).unwrap().wait(|_| ()).unwrap().ids.len(), 3);
+    }
+
+    #[test]
+    fn stopping_ends_everything() {
+        let (handle, permits) = start(8);
+        let running = handle.submit(fake::request(&[1], 1000)).unwrap();
+        wait_until("the job", || handle.is_running());
+        let waiting = handle.submit(fake::request(&[1], 3)).unwrap();
+        handle.stop();
+        drop(permits);
+        assert_eq!(running.wait(|_| ()).unwrap().finish, FinishReason::Cancelled);
+        assert!(waiting.wait(|_| ()).is_err());
+        assert_eq!(handle.submit(fake::request(&[1], 3)).unwrap_err(), SubmitError::Stopped);
+    }
+
+    #[tokio::test]
+    async fn events_arrive_in_async_code_after_the_handle_is_gone() {
+        let (handle, permits) = start(8);
+        let mut job = handle.submit(fake::request(&[1], 3)).unwrap();
+        drop(permits);
+        drop(handle);
+        let mut tokens = 0;
+        let done = loop {
+            match job.recv().await.unwrap() {
+                JobEvent::Event(Event::Token { .. }) => tokens += 1,
+                JobEvent::Event(_) => {}
+                JobEvent::Done(result) => break result.unwrap(),
+            }
+        };
+        assert_eq!((tokens, done.ids.len()), (3, 3));
+        assert!(job.recv().await.is_none());
+    }
+}

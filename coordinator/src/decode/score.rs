@@ -5,6 +5,8 @@
 //! the given ids are rejected and truncated. The logits are those of the accepted rows, so comparing the files of
 //! runs with and without drafts checks rules N6 and N7 together with every cache's truncation.
 
+use std::ops::ControlFlow;
+
 use super::DecodeError;
 use crate::model::{LanguageModel, ModelError, Rows, Sequence, Trace, TraceLevel, TraceTensor};
 
@@ -58,7 +60,8 @@ impl Score {
     }
 }
 
-/// Scores one sequence; `on_logits` gets the logits `[rows, vocab_size]` in order of position, batch by batch.
+/// Scores one sequence; `on_logits` gets the logits `[rows, vocab_size]` in order of position, batch by batch, and
+/// may stop the run: then [`Score::rows`] is below the number of ids.
 ///
 /// # Errors
 /// [`DecodeError::EmptyPrompt`] for no ids; [`DecodeError::NotFinite`]; the model's own.
@@ -66,7 +69,7 @@ pub fn score(
     model: &dyn LanguageModel,
     ids: &[u32],
     options: ScoreOptions,
-    on_logits: &mut dyn FnMut(&Rows),
+    on_logits: &mut dyn FnMut(&Rows) -> ControlFlow<()>,
 ) -> Result<Score, DecodeError> {
     if ids.is_empty() {
         return Err(DecodeError::EmptyPrompt);
@@ -74,6 +77,10 @@ pub fn score(
     let limit = model.info().max_positions;
     if ids.len() > limit {
         return Err(ModelError::ContextExceeded { wanted: ids.len(), limit }.into());
+    }
+    let vocab_size = model.info().vocab_size;
+    if let Some(&id) = ids.iter().find(|&&id| id as usize >= vocab_size) {
+        return Err(ModelError::UnknownToken { id, vocab_size }.into());
     }
     let drafting = options.drafts > 0 && model.info().has_mtp;
     let with_mtp = model.info().has_mtp && (drafting || options.trace.is_some());
@@ -89,10 +96,13 @@ pub fn score(
     let chunk = if options.prefill_chunk == 0 { ids.len() } else { options.prefill_chunk };
     while scoring.seq.len() < ids.len() {
         let done = scoring.seq.len();
-        if drafting {
-            scoring.round(options.drafts)?;
+        let flow = if drafting {
+            scoring.round(options.drafts)?
         } else {
-            scoring.step(&ids[done..ids.len().min(done + chunk)])?;
+            scoring.step(&ids[done..ids.len().min(done.saturating_add(chunk))])?
+        };
+        if flow.is_break() {
+            break;
         }
     }
     Ok(scoring.score)
@@ -105,12 +115,12 @@ struct Scoring<'a> {
     with_mtp: bool,
     level: Option<TraceLevel>,
     score: Score,
-    on_logits: &'a mut dyn FnMut(&Rows),
+    on_logits: &'a mut dyn FnMut(&Rows) -> ControlFlow<()>,
 }
 
 impl Scoring<'_> {
     /// One draft-and-verify round from the next given id on.
-    fn round(&mut self, drafts: usize) -> Result<(), DecodeError> {
+    fn round(&mut self, drafts: usize) -> Result<ControlFlow<()>, DecodeError> {
         let done = self.seq.len();
         let next = self.ids[done];
         // Before the first token there is nothing to draft from.
@@ -125,7 +135,7 @@ impl Scoring<'_> {
     }
 
     /// Processes `tokens` at the next positions and keeps the rows that agree with the given ids.
-    fn step(&mut self, tokens: &[u32]) -> Result<(), DecodeError> {
+    fn step(&mut self, tokens: &[u32]) -> Result<ControlFlow<()>, DecodeError> {
         let done = self.seq.len();
         let mut trace = self.level.map(Trace::new);
         let hidden = self.model.forward(&mut self.seq, tokens, trace.as_mut())?;
@@ -144,8 +154,7 @@ impl Scoring<'_> {
             self.model.extend_mtp(&mut self.seq, next, self.score.trace.as_mut())?;
         }
         self.add_likelihoods(done, &logits)?;
-        (self.on_logits)(&logits);
-        Ok(())
+        Ok((self.on_logits)(&logits))
     }
 
     fn add_likelihoods(&mut self, done: usize, logits: &Rows) -> Result<(), DecodeError> {
@@ -162,8 +171,7 @@ impl Scoring<'_> {
     }
 }
 
-/// `-log softmax(logits)[target]` in f64, 0 without a target; `None` if a logit is NaN or infinite or the target
-/// has none.
+/// `-log softmax(logits)[target]` in f64, 0 without a target; `None` if a logit is NaN or infinite.
 fn negative_log_likelihood(logits: &[f32], target: Option<u32>) -> Option<f64> {
     if !logits.iter().all(|x| x.is_finite()) {
         return None;
