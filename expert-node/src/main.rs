@@ -1,1 +1,6 @@
-fn main() {}
+//! `shimmer-node`: an argument parser and one call.
+#![forbid(unsafe_code)]
+
+fn main() -> std::process::ExitCode {
+    shimmer_node::cli::main()
+}

@@ -176,15 +176,24 @@ pub mod from_node {
     pub enum Message {
         #[prost(message, tag = "1")]
         Hello(super::NodeHello),
-        /// Bitset of the experts held now, sent when it grows.
-        #[prost(bytes, tag = "2")]
-        Held(::prost::bytes::Bytes),
+        /// Sent when the node holds more experts than before.
+        #[prost(message, tag = "2")]
+        Holdings(super::Holdings),
         #[prost(message, tag = "3")]
         Reply(super::Reply),
         /// The node will not work with this coordinator, and why.
         #[prost(string, tag = "4")]
         Refused(::prost::alloc::string::String),
     }
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Holdings {
+    /// Bitset of the experts held.
+    #[prost(bytes = "bytes", tag = "1")]
+    pub held: ::prost::bytes::Bytes,
+    /// Whether the node is still fetching.
+    #[prost(bool, tag = "2")]
+    pub syncing: bool,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct CoordinatorHello {
@@ -197,9 +206,8 @@ pub struct NodeHello {
     pub peer: ::core::option::Option<Peer>,
     #[prost(string, tag = "2")]
     pub node_id: ::prost::alloc::string::String,
-    /// Bitset of the experts held.
-    #[prost(bytes = "bytes", tag = "3")]
-    pub held: ::prost::bytes::Bytes,
+    #[prost(message, optional, tag = "3")]
+    pub holdings: ::core::option::Option<Holdings>,
     /// Instruction set in use, for people.
     #[prost(string, tag = "4")]
     pub isa: ::prost::alloc::string::String,
@@ -258,6 +266,9 @@ pub struct Failure {
     /// One sentence.
     #[prost(string, tag = "2")]
     pub sentence: ::prost::alloc::string::String,
+    /// The expert of the dispatch it is about, where it is about one.
+    #[prost(uint32, optional, tag = "3")]
+    pub expert: ::core::option::Option<u32>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Reply {

@@ -1,0 +1,190 @@
+//! The compute side of a node: one thread that owns the rayon pool and works off dispatches in order.
+//!
+//! Nothing here touches the network runtime: jobs come through a channel and answers leave through
+//! one, so a cold disk read or a long prefill never delays liveness.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::time::{Duration, Instant};
+
+use shimmer_common::experts::{
+    ExpertCompute as _, ExpertError, ExpertId, ExpertLayout, ExpertSource, LocalStore,
+};
+use shimmer_common::kernels::Kernels;
+use shimmer_common::profile::NumericProfile;
+use shimmer_proto::v1;
+use tokio::sync::mpsc::UnboundedSender;
+
+use crate::error::NodeError;
+use crate::wire::{WireError, dispatch_from_wire};
+
+/// Answers on their way to the coordinator.
+pub(crate) type Answers = UnboundedSender<Result<v1::FromNode, tonic::Status>>;
+
+/// Ids the coordinator no longer waits for.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Cancelled(Arc<Mutex<BTreeSet<u64>>>);
+
+impl Cancelled {
+    /// Ids kept: cancels of dispatches already computed are forgotten oldest first.
+    const KEPT: usize = 256;
+
+    pub(crate) fn add(&self, id: u64) {
+        let mut ids = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        ids.insert(id);
+        if ids.len() > Self::KEPT {
+            ids.pop_first();
+        }
+    }
+
+    fn take(&self, id: u64) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&id)
+    }
+}
+
+/// One dispatch to be computed.
+pub(crate) struct Job {
+    pub(crate) dispatch: v1::Dispatch,
+    pub(crate) received: Instant,
+    pub(crate) cancelled: Cancelled,
+    pub(crate) answers: Answers,
+}
+
+/// Handle of the compute thread; the thread ends when the last handle is gone.
+#[derive(Clone)]
+pub(crate) struct Compute {
+    jobs: mpsc::Sender<Job>,
+}
+
+impl Compute {
+    /// Starts the thread over `source`, keeping at most `ram_bytes` of records resident.
+    ///
+    /// # Errors
+    /// [`NodeError::Experts`] when the budget holds no record, [`NodeError::Machine`].
+    pub(crate) fn start(
+        source: Arc<dyn ExpertSource>,
+        kernels: Kernels,
+        profile: NumericProfile,
+        ram_bytes: usize,
+        threads: usize,
+    ) -> Result<Self, NodeError> {
+        let reads = Arc::new(TimedSource { inner: source, read_us: AtomicU64::new(0) });
+        let store = LocalStore::new(reads.clone(), kernels, profile, ram_bytes)?;
+        let (jobs, queue) = mpsc::channel::<Job>();
+        let (started, ready) = mpsc::channel();
+        std::thread::Builder::new()
+            .name("shimmer-compute".to_owned())
+            .spawn(move || {
+                // This thread is the pool's first worker: with one thread nothing changes hands.
+                let pool =
+                    rayon::ThreadPoolBuilder::new().num_threads(threads.max(1)).use_current_thread().build();
+                let failed = pool.as_ref().err().map(ToString::to_string);
+                let _ = started.send(failed);
+                let Ok(pool) = pool else { return };
+                while let Ok(job) = queue.recv() {
+                    pool.install(|| work(&store, &reads, job));
+                }
+            })
+            .map_err(|e| NodeError::Machine {
+                what: "cannot start the compute thread",
+                cause: e.to_string(),
+            })?;
+        match ready.recv() {
+            Ok(None) => Ok(Self { jobs }),
+            Ok(Some(cause)) => Err(NodeError::Machine { what: "cannot start the compute threads", cause }),
+            Err(e) => Err(NodeError::Machine { what: "the compute thread ended", cause: e.to_string() }),
+        }
+    }
+
+    /// Queues a job. A dead compute thread shows as the coordinator's missing answer, so the answer
+    /// channel is dropped with the job.
+    pub(crate) fn submit(&self, job: Job) {
+        if self.jobs.send(job).is_err() {
+            tracing::error!("the compute thread is gone; restart the node");
+        }
+    }
+}
+
+/// Computes one job and sends its answer.
+fn work(store: &LocalStore, reads: &TimedSource, job: Job) {
+    let begun = Instant::now();
+    let queued = begun.duration_since(job.received);
+    let id = job.dispatch.id;
+    let expired = queued > Duration::from_millis(job.dispatch.deadline_ms.into());
+    if job.answers.is_closed() {
+        return;
+    }
+    let read_before = reads.read_us.load(Ordering::Relaxed);
+    let outcome = if job.cancelled.take(id) || expired {
+        Err(failure(v1::ErrorCode::Expired, "the deadline passed before work began"))
+    } else {
+        compute(store, &job.dispatch)
+    };
+    let reply = v1::Reply {
+        id,
+        outcome: Some(match outcome {
+            Ok(sums) => v1::reply::Outcome::Sums(sums.into()),
+            Err(failure) => v1::reply::Outcome::Failure(failure),
+        }),
+        queue_us: micros(queued),
+        disk_us: u32::try_from(reads.read_us.load(Ordering::Relaxed).saturating_sub(read_before))
+            .unwrap_or(u32::MAX),
+        compute_us: micros(begun.elapsed()),
+    };
+    // A closed stream means that the coordinator has gone on without us.
+    let _ = job.answers.send(Ok(v1::FromNode { message: Some(v1::from_node::Message::Reply(reply)) }));
+}
+
+fn compute(store: &LocalStore, dispatch: &v1::Dispatch) -> Result<Vec<u8>, v1::Failure> {
+    let batch = dispatch_from_wire(dispatch, store.layout())
+        .map_err(|e: WireError| failure(v1::ErrorCode::Malformed, &e.to_string()))?;
+    let sums = store.compute(&batch, &mut || {}).map_err(|e| {
+        let (code, id) = match &e {
+            ExpertError::Missing { id, .. } => (v1::ErrorCode::NotHeld, Some(id)),
+            ExpertError::Read { id, .. } => (v1::ErrorCode::Read, Some(id)),
+            ExpertError::Damaged { id, .. } => (v1::ErrorCode::Damaged, Some(id)),
+            ExpertError::Compute { id, .. } => (v1::ErrorCode::Compute, Some(id)),
+            ExpertError::Unfit { .. } => (v1::ErrorCode::Malformed, None),
+            ExpertError::Budget { .. } | ExpertError::Unreachable(_) => (v1::ErrorCode::Read, None),
+        };
+        tracing::warn!(layer = batch.layer, error = %e, "a dispatch failed");
+        v1::Failure { expert: id.map(|id| id.index.into()), ..failure(code, &e.to_string()) }
+    })?;
+    Ok(sums.pack())
+}
+
+fn failure(code: v1::ErrorCode, sentence: &str) -> v1::Failure {
+    v1::Failure { code: code.into(), sentence: sentence.to_owned(), expert: None }
+}
+
+fn micros(duration: Duration) -> u32 {
+    u32::try_from(duration.as_micros()).unwrap_or(u32::MAX)
+}
+
+/// A source that adds up the time spent reading.
+struct TimedSource {
+    inner: Arc<dyn ExpertSource>,
+    read_us: AtomicU64,
+}
+
+impl ExpertSource for TimedSource {
+    fn layout(&self) -> &ExpertLayout {
+        self.inner.layout()
+    }
+
+    fn contains(&self, id: ExpertId) -> bool {
+        self.inner.contains(id)
+    }
+
+    fn read(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError> {
+        let begun = Instant::now();
+        let read = self.inner.read(id, record);
+        self.read_us.fetch_add(micros(begun.elapsed()).into(), Ordering::Relaxed);
+        read
+    }
+
+    fn describe(&self) -> String {
+        self.inner.describe()
+    }
+}

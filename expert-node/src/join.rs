@@ -1,0 +1,159 @@
+//! Joining a cluster: a token and a certificate request go in, a certificate comes out.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use shimmer_proto::v1;
+use shimmer_proto::v1::cluster_client::ClusterClient;
+
+use crate::config::{NodeConfig, Records, Settings};
+use crate::error::NodeError;
+use crate::files::{create_private_dir, write_private};
+use crate::tls::{self, Credentials};
+use crate::token::Token;
+
+/// Time for connecting and for the answer.
+const JOIN_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Choices of a node at join; they are kept for later starts.
+#[derive(Clone, Debug)]
+pub struct JoinOptions {
+    /// Name for people.
+    pub name: String,
+    /// Where to listen for the coordinator.
+    pub listen: SocketAddr,
+    /// Addresses told to the coordinator; empty means "where my calls come from".
+    pub advertise: Vec<String>,
+    /// RAM for experts in bytes.
+    pub ram_bytes: Option<u64>,
+    /// Instruction set.
+    pub isa: Option<String>,
+    /// Compute threads.
+    pub threads: Option<usize>,
+    /// Expert pack to serve instead of fetching records.
+    pub pack: Option<PathBuf>,
+}
+
+/// Joins the cluster of `token` and fills `data_dir`. The private key is made here and never leaves.
+/// Joining again with the same directory keeps the node's id, key and shard.
+///
+/// # Errors
+/// [`NodeError`]; nothing is written unless the coordinator accepted.
+pub fn join(token: &str, data_dir: &Path, options: JoinOptions) -> Result<NodeConfig, NodeError> {
+    let token = Token::decode(token)?;
+    token.check_expiry(SystemTime::now())?;
+    let known = data_dir.join("node.json").exists().then(|| NodeConfig::load(data_dir)).transpose()?;
+    let mut settings = Settings::new(options.name, token.addresses.clone(), options.listen)?;
+    if let Some(known) = &known {
+        settings.id.clone_from(&known.settings.id);
+    }
+    settings.advertise = options.advertise;
+    settings.ram_bytes = options.ram_bytes;
+    settings.isa = options.isa;
+    settings.threads = options.threads;
+    settings.pack = options.pack;
+    settings.kernels()?;
+
+    let old_key = known.map(|k| k.credentials()).transpose()?.and_then(|c| c.identity).map(|(_, key)| key);
+    let key = match old_key {
+        Some(pem) => rcgen::KeyPair::from_pem(&pem),
+        None => rcgen::KeyPair::generate(),
+    };
+    let key = key.map_err(|e| NodeError::Machine {
+        what: "cannot make or read the node's key",
+        cause: e.to_string(),
+    })?;
+    let request = rcgen::CertificateParams::default().serialize_request(&key).map_err(|e| {
+        NodeError::Machine { what: "cannot make a certificate request", cause: e.to_string() }
+    })?;
+    let request = v1::JoinRequest {
+        protocol: shimmer_proto::PROTOCOL_VERSION,
+        secret: token.secret.to_vec().into(),
+        node_id: settings.id.clone(),
+        name: settings.name.clone(),
+        certificate_request: request.der().to_vec().into(),
+    };
+    let credentials = Credentials { ca_pem: tls::der_to_pem(&token.ca_der), identity: None };
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|e| NodeError::Machine { what: "cannot start the network runtime", cause: e.to_string() })?;
+    let certificate = runtime.block_on(ask(&token, &credentials, request))?;
+    if !tls::names_of(&certificate).contains(&tls::node_name(&settings.id)) {
+        return Err(NodeError::Refused("the coordinator answered with a certificate for somebody else; install the same version of Shimmer on both machines".to_owned()));
+    }
+
+    let config = NodeConfig {
+        data_dir: data_dir.to_owned(),
+        records: settings.pack.clone().map_or(Records::Fetched, Records::Pack),
+        settings,
+    };
+    create_private_dir(data_dir).map_err(|source| NodeError::File {
+        action: "create",
+        path: data_dir.to_owned(),
+        source,
+    })?;
+    let write = |name: &str, text: &str| {
+        let path = data_dir.join(name);
+        write_private(&path, text.as_bytes()).map_err(|source| NodeError::File {
+            action: "write",
+            path,
+            source,
+        })
+    };
+    write("ca.crt", &credentials.ca_pem)?;
+    write("node.key", &key.serialize_pem())?;
+    write("node.crt", &tls::der_to_pem(&certificate))?;
+    config.save()?;
+    Ok(config)
+}
+
+/// Tries the addresses of the token in order; the first coordinator that answers decides.
+async fn ask(
+    token: &Token,
+    credentials: &Credentials,
+    request: v1::JoinRequest,
+) -> Result<Vec<u8>, NodeError> {
+    let mut last =
+        "the token has no address; make one with `shimmer cluster invite --advertise HOST:PORT`".to_owned();
+    for address in &token.addresses {
+        let channel = match tls::connect(credentials, address, tls::COORDINATOR_NAME, JOIN_TIMEOUT).await {
+            Ok(channel) => channel,
+            Err(what) => {
+                last = what;
+                continue;
+            }
+        };
+        let answer =
+            tokio::time::timeout(JOIN_TIMEOUT, ClusterClient::new(channel).join(request.clone())).await;
+        match answer {
+            Ok(Ok(reply)) => return Ok(reply.into_inner().certificate.to_vec()),
+            Ok(Err(status)) => match status_error(&status) {
+                Some(error) => return Err(error),
+                None => last = status.message().to_owned(),
+            },
+            Err(_) => last = "did not answer in time".to_owned(),
+        }
+    }
+    Err(NodeError::Unreachable { address: token.addresses.join(", "), what: last })
+}
+
+/// What a coordinator's refusal means for this node; `None` when it is the network's fault.
+pub(crate) fn status_error(status: &tonic::Status) -> Option<NodeError> {
+    let sentence = status.message().to_owned();
+    match status.code() {
+        tonic::Code::FailedPrecondition => Some(NodeError::Mismatch(sentence)),
+        tonic::Code::Unauthenticated
+        | tonic::Code::PermissionDenied
+        | tonic::Code::InvalidArgument
+        | tonic::Code::AlreadyExists
+        | tonic::Code::ResourceExhausted
+        | tonic::Code::Internal => Some(NodeError::Refused(sentence)),
+        tonic::Code::Unimplemented => Some(NodeError::Mismatch(
+            "the coordinator does not know this call; install the same version of Shimmer on both machines"
+                .to_owned(),
+        )),
+        _ => None,
+    }
+}

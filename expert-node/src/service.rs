@@ -1,0 +1,176 @@
+//! The `Experts` service: the one stream over which a coordinator uses this node.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use shimmer_common::container::Fingerprint;
+use shimmer_common::experts::ExpertSource;
+use shimmer_common::profile::NumericProfile;
+use shimmer_proto::v1;
+use shimmer_proto::v1::experts_server::Experts;
+use tokio::sync::{mpsc, watch};
+use tokio_stream::wrappers::UnboundedReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+
+use crate::compute::{Answers, Cancelled, Compute, Job};
+use crate::tls;
+use crate::wire::{Facts, Held, check_peer, peer_to_wire};
+
+/// What a node serves once it knows its model.
+pub(crate) struct Serving {
+    pub(crate) fingerprint: Fingerprint,
+    pub(crate) profile: NumericProfile,
+    pub(crate) source: Arc<dyn ExpertSource>,
+    pub(crate) compute: Compute,
+    pub(crate) isa: String,
+    pub(crate) ram_bytes: u64,
+    /// Whether records are still being fetched.
+    pub(crate) syncing: AtomicBool,
+}
+
+impl Serving {
+    /// The experts held now.
+    pub(crate) fn held(&self) -> Held {
+        let layout = self.source.layout();
+        let mut held = Held::none(layout);
+        layout.ids().filter(|&id| self.source.contains(id)).for_each(|id| held.insert(id));
+        held
+    }
+
+    fn holdings(&self) -> v1::Holdings {
+        v1::Holdings { held: self.held().to_wire(), syncing: self.syncing.load(Ordering::Relaxed) }
+    }
+}
+
+/// State shared by the service and the registration task.
+pub(crate) struct Shared {
+    pub(crate) id: String,
+    pub(crate) name: String,
+    pub(crate) serving: OnceLock<Serving>,
+    /// Counts how often the set of held experts grew.
+    pub(crate) held_changed: watch::Sender<u64>,
+}
+
+impl Shared {
+    /// Our side of every handshake.
+    pub(crate) fn facts(&self) -> Facts {
+        let serving = self.serving.get();
+        Facts {
+            name: format!("node {}", self.name),
+            fingerprint: serving.map(|s| s.fingerprint),
+            profile: serving.map(|s| s.profile),
+        }
+    }
+}
+
+/// The service.
+pub(crate) struct ExpertsService {
+    pub(crate) shared: Arc<Shared>,
+}
+
+#[tonic::async_trait]
+impl Experts for ExpertsService {
+    type ServeStream = UnboundedReceiverStream<Result<v1::FromNode, Status>>;
+
+    async fn serve(
+        &self,
+        request: Request<Streaming<v1::ToNode>>,
+    ) -> Result<Response<Self::ServeStream>, Status> {
+        // The TLS layer has checked that the certificate is of our CA; only one name may use experts.
+        if !tls::peer_names(&request).iter().any(|name| name == tls::COORDINATOR_NAME) {
+            return Err(Status::unauthenticated(format!(
+                "node {} serves its coordinator only; call with the coordinator's certificate",
+                self.shared.name
+            )));
+        }
+        // Unbounded, but the coordinator has a handful of dispatches in flight at most, and the
+        // compute thread must never wait for a peer that does not read.
+        let (answers, stream) = mpsc::unbounded_channel();
+        let shared = self.shared.clone();
+        tokio::spawn(async move {
+            let end = session(&shared, request.into_inner(), &answers).await;
+            match end {
+                Ok(()) => tracing::info!("the coordinator closed its stream"),
+                Err(why) => tracing::info!(why, "a coordinator's stream ended"),
+            }
+        });
+        Ok(Response::new(UnboundedReceiverStream::new(stream)))
+    }
+}
+
+async fn session(
+    shared: &Shared,
+    mut incoming: Streaming<v1::ToNode>,
+    answers: &Answers,
+) -> Result<(), String> {
+    let send = |message| {
+        let sent = answers.send(Ok(v1::FromNode { message: Some(message) }));
+        sent.map_err(|_| "the coordinator went away".to_owned())
+    };
+    let Some(v1::to_node::Message::Hello(hello)) = next(&mut incoming).await? else {
+        return Err("it did not begin with a greeting".to_owned());
+    };
+    let checked = check_peer(&shared.facts(), hello.peer.as_ref());
+    let checked = checked.and_then(|_| {
+        shared
+            .serving
+            .get()
+            .ok_or_else(|| format!("node {} has no model yet; it asks the coordinator for one", shared.name))
+    });
+    let serving = match checked {
+        Ok(serving) => serving,
+        Err(why) => {
+            send(v1::from_node::Message::Refused(why.clone()))?;
+            return Err(why);
+        }
+    };
+    let mut held_changed = shared.held_changed.subscribe();
+    held_changed.mark_unchanged();
+    send(v1::from_node::Message::Hello(v1::NodeHello {
+        peer: Some(peer_to_wire(&shared.facts())),
+        node_id: shared.id.clone(),
+        holdings: Some(serving.holdings()),
+        isa: serving.isa.clone(),
+        ram_bytes: serving.ram_bytes,
+    }))?;
+    match next(&mut incoming).await? {
+        Some(v1::to_node::Message::Verdict(verdict)) if verdict.accepted => {}
+        Some(v1::to_node::Message::Verdict(verdict)) => return Err(verdict.reason),
+        // Discovery looks at the greeting and leaves.
+        None => return Ok(()),
+        Some(_) => return Err("it sent work before its verdict".to_owned()),
+    }
+    tracing::info!("serving the coordinator");
+    let cancelled = Cancelled::default();
+    loop {
+        let message = tokio::select! {
+            message = next(&mut incoming) => message?,
+            changed = held_changed.changed() => {
+                changed.map_err(|_| "the node is stopping".to_owned())?;
+                send(v1::from_node::Message::Holdings(serving.holdings()))?;
+                continue;
+            }
+        };
+        match message {
+            None => return Ok(()),
+            Some(v1::to_node::Message::Dispatch(dispatch)) => serving.compute.submit(Job {
+                dispatch,
+                received: Instant::now(),
+                cancelled: cancelled.clone(),
+                answers: answers.clone(),
+            }),
+            Some(v1::to_node::Message::Cancel(cancel)) => cancelled.add(cancel.id),
+            Some(_) => return Err("it repeated its greeting".to_owned()),
+        }
+    }
+}
+
+/// The next message; `None` at the end of the stream.
+async fn next(incoming: &mut Streaming<v1::ToNode>) -> Result<Option<v1::to_node::Message>, String> {
+    match incoming.message().await {
+        Ok(Some(message)) => message.message.map(Some).ok_or_else(|| "it sent an empty message".to_owned()),
+        Ok(None) => Ok(None),
+        Err(status) => Err(status.message().to_owned()),
+    }
+}
