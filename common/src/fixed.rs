@@ -104,6 +104,21 @@ impl FixedRows {
         }
     }
 
+    /// Adds row `i` of `other` to row `rows[i]`: a node's sums for the rows it was sent.
+    ///
+    /// # Panics
+    /// When columns or fraction bits differ, or `rows` does not fit both.
+    pub fn merge_rows(&mut self, other: &FixedRows, rows: &[usize]) {
+        assert_eq!((self.cols, self.fraction_bits), (other.cols, other.fraction_bits), "sums of one model");
+        assert_eq!(rows.len(), other.rows, "one target per row");
+        for (i, &row) in rows.iter().enumerate() {
+            let sums = &mut self.values[row * self.cols..(row + 1) * self.cols];
+            for (sum, &term) in sums.iter_mut().zip(other.row(i)) {
+                *sum = sum.wrapping_add(term);
+            }
+        }
+    }
+
     /// Writes row `row` as f32 into `out` (one rounding to nearest even).
     ///
     /// # Panics
