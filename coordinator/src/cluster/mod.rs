@@ -2,12 +2,30 @@
 //!
 //! Rooms: `state` (directory made by `cluster init`), `ca` (certificates), `token`, `service`
 //! (the gRPC server nodes join and fetch from), `membership`, `placement`, `link` (one stream per
-//! node), `dispatch` ([`ClusterExperts`], the seam's distributed implementation).
+//! node), `latency` (deadlines), `dispatch` (one layer over the cluster). [`ClusterExperts`] is the
+//! seam's distributed implementation.
+//!
+//! Two threads with a single-threaded runtime each: `shimmer-wire` carries dispatches and nothing
+//! else, `shimmer-control` serves joins, registrations and records. The engine thread meets them in
+//! channels.
 
-use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+mod ca;
+mod dispatch;
+mod latency;
+mod link;
+mod membership;
+mod placement;
+mod service;
+mod state;
+mod token;
+
+pub use state::{ClusterState, Member};
+
+use std::net::{SocketAddr, TcpListener};
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use shimmer_common::container::Fingerprint;
 use shimmer_common::experts::{
@@ -15,6 +33,13 @@ use shimmer_common::experts::{
 };
 use shimmer_common::fixed::FixedRows;
 use shimmer_common::profile::NumericProfile;
+use shimmer_node::files::FileLock;
+use shimmer_node::wire::Facts;
+
+use dispatch::Dispatcher;
+use link::{LinkContext, run_links};
+use membership::Membership;
+use service::Control;
 
 /// Why a cluster operation failed.
 #[derive(Debug, thiserror::Error)]
@@ -43,47 +68,6 @@ pub enum ClusterError {
         /// Operating system error.
         source: std::io::Error,
     },
-}
-
-/// The cluster directory (`--cluster DIR`): CA, coordinator identity, tokens, known nodes.
-pub struct ClusterState {
-    _dir: PathBuf,
-}
-
-impl ClusterState {
-    /// Makes a private CA and a coordinator certificate in `dir`; refuses to overwrite.
-    /// `listen` is where nodes will join and fetch.
-    ///
-    /// # Errors
-    /// [`ClusterError::State`].
-    pub fn init(dir: &Path, listen: SocketAddr) -> Result<Self, ClusterError> {
-        let _ = (dir, listen);
-        todo!()
-    }
-
-    /// Opens an existing directory.
-    ///
-    /// # Errors
-    /// [`ClusterError::State`].
-    pub fn open(dir: &Path) -> Result<Self, ClusterError> {
-        let _ = dir;
-        todo!()
-    }
-
-    /// Makes a join token: CA fingerprint, expiring secret, addresses. `advertise` lists the
-    /// addresses a node should try.
-    ///
-    /// # Errors
-    /// [`ClusterError::State`].
-    pub fn invite(
-        &self,
-        advertise: &[SocketAddr],
-        valid_for: Duration,
-        uses: u32,
-    ) -> Result<String, ClusterError> {
-        let _ = (advertise, valid_for, uses);
-        todo!()
-    }
 }
 
 /// What a running cluster needs to know about the model.
@@ -133,8 +117,12 @@ pub struct NodeStatus {
 }
 
 /// The cluster implementation of the expert seam, with fall-back to replicas and the local store.
+/// Dropping it closes every connection and frees the cluster directory.
 pub struct ClusterExperts {
-    _layout: ExpertLayout,
+    dispatcher: Dispatcher,
+    control_addr: SocketAddr,
+    threads: Vec<ServiceThread>,
+    _lock: FileLock,
 }
 
 impl ClusterExperts {
@@ -147,13 +135,64 @@ impl ClusterExperts {
         model: ClusterModel,
         options: ClusterOptions,
     ) -> Result<Arc<Self>, ClusterError> {
-        let _ = (state, model, options);
-        todo!()
+        let lock = state.lock_coordinator()?;
+        let credentials = state.credentials()?;
+        let addr = options.listen.unwrap_or_else(|| state.listen());
+        let listen_error = |source| ClusterError::Listen { addr, source };
+        let listener = TcpListener::bind(addr).map_err(listen_error)?;
+        listener.set_nonblocking(true).map_err(listen_error)?;
+        let control_addr = listener.local_addr().map_err(listen_error)?;
+
+        let layout = model.source.layout().clone();
+        let facts = Facts {
+            name: "the coordinator".to_owned(),
+            fingerprint: Some(model.fingerprint),
+            profile: Some(model.profile),
+        };
+        let (joined, new_nodes) = tokio::sync::mpsc::unbounded_channel();
+        let membership = Arc::new(Membership::new(layout.clone(), joined));
+        for member in state.members()?.iter().filter(|m| !m.revoked) {
+            membership.get_or_add(&member.id, &member.name, &member.addresses);
+        }
+        let context = LinkContext {
+            credentials: credentials.clone(),
+            facts: facts.clone(),
+            layout: layout.clone(),
+            state: state.clone(),
+        };
+        let (context, weak) = (Arc::new(context), Arc::downgrade(&membership));
+        let fixed = options.nodes.clone();
+        let wire = ServiceThread::start(&state, "shimmer-wire", move |stop| {
+            run_links(context, weak, new_nodes, fixed, stop)
+        })?;
+        let control =
+            Control { state: state.clone(), facts, source: model.source, membership: membership.clone() };
+        let control = ServiceThread::start(&state, "shimmer-control", move |stop| async move {
+            if let Err(why) = service::serve(control, credentials, listener, stop).await {
+                tracing::error!(why, "the control server stopped; nodes cannot join or fetch");
+            }
+        })?;
+        Ok(Arc::new(Self {
+            dispatcher: Dispatcher {
+                membership,
+                layout,
+                fraction_bits: model.profile.fraction_bits,
+                local: model.local,
+                local_share: options.local_share,
+                fixed_deadline: options.deadline,
+                next_id: AtomicU64::new(1),
+                by_share: AtomicU64::new(0),
+                by_fallback: AtomicU64::new(0),
+            },
+            control_addr,
+            threads: vec![wire, control],
+            _lock: lock,
+        }))
     }
 
     /// The control server's bound address.
     pub fn control_addr(&self) -> SocketAddr {
-        todo!()
+        self.control_addr
     }
 
     /// Blocks until at least `count` nodes are ready or the deadline passes.
@@ -161,28 +200,87 @@ impl ClusterExperts {
     /// # Errors
     /// [`ClusterError::Node`] naming who is missing.
     pub fn wait_ready(&self, count: usize, timeout: Duration) -> Result<(), ClusterError> {
-        let _ = (count, timeout);
-        todo!()
+        let ready =
+            |nodes: &[Arc<membership::Node>]| nodes.iter().filter(|n| membership::is_ready(n)).count();
+        if self.dispatcher.membership.wait(Instant::now() + timeout, |nodes| ready(nodes) >= count) {
+            return Ok(());
+        }
+        let nodes = self.dispatcher.membership.all();
+        let missing: Vec<_> =
+            nodes.iter().filter(|n| !membership::is_ready(n)).map(|n| n.describe()).collect();
+        let who =
+            if missing.is_empty() { "nodes that have not joined yet".to_owned() } else { missing.join(", ") };
+        Err(ClusterError::Node {
+            node: who,
+            what: format!(
+                "only {} of {count} nodes are ready after {} s; start the missing nodes with `shimmer-node start --data DIR`",
+                ready(&nodes),
+                timeout.as_secs()
+            ),
+        })
     }
 
     /// Status of every known node.
     pub fn nodes(&self) -> Vec<NodeStatus> {
-        todo!()
+        self.dispatcher.membership.all().iter().map(|node| node.status()).collect()
     }
 
     /// Experts computed on this machine: by share and as fall-back.
     pub fn local_counts(&self) -> (u64, u64) {
-        todo!()
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        (read(&self.dispatcher.by_share), read(&self.dispatcher.by_fallback))
     }
 }
 
 impl ExpertCompute for ClusterExperts {
     fn compute(&self, batch: &RoutedBatch, meanwhile: &mut dyn FnMut()) -> Result<FixedRows, ExpertError> {
-        let _ = (batch, meanwhile);
-        todo!()
+        self.dispatcher.compute(batch, meanwhile)
     }
 
     fn layout(&self) -> &ExpertLayout {
-        &self._layout
+        &self.dispatcher.layout
+    }
+}
+
+impl Drop for ClusterExperts {
+    fn drop(&mut self) {
+        self.threads.iter_mut().for_each(ServiceThread::stop);
+    }
+}
+
+/// A thread with its own single-threaded runtime, stopped by dropping `stop`.
+struct ServiceThread {
+    stop: Option<tokio::sync::oneshot::Sender<()>>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl ServiceThread {
+    fn start<F>(
+        state: &ClusterState,
+        name: &'static str,
+        serve: impl FnOnce(tokio::sync::oneshot::Receiver<()>) -> F + Send + 'static,
+    ) -> Result<Self, ClusterError>
+    where
+        F: Future<Output = ()>,
+    {
+        let failed = |e: std::io::Error| state.error("", format!("the thread {name} cannot be started: {e}"));
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+        let (stop, stopped) = tokio::sync::oneshot::channel();
+        let thread = std::thread::Builder::new()
+            .name(name.to_owned())
+            .spawn(move || {
+                runtime.block_on(serve(stopped));
+                // Reads of a fetch under way are not waited for.
+                runtime.shutdown_background();
+            })
+            .map_err(failed)?;
+        Ok(Self { stop: Some(stop), thread: Some(thread) })
+    }
+
+    fn stop(&mut self) {
+        self.stop = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
     }
 }

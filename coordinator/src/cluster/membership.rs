@@ -1,0 +1,385 @@
+//! The nodes this coordinator knows, their states, and the dispatches each of them owes.
+//!
+//! A node is `Joining` (never reached), `Syncing` (serves while still fetching), `Ready`, `Suspect`
+//! (missed a deadline; gets no work until everything it owes has been answered) or `Lost` (no
+//! connection). Links write here, dispatch reads and writes; every lock is held for microseconds.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::time::{Duration, Instant};
+
+use shimmer_common::experts::{ExpertId, ExpertLayout};
+use shimmer_node::wire::Held;
+use shimmer_proto::v1;
+use tokio::sync::Notify;
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::NodeStatus;
+use super::latency::{Cost, Latency};
+use super::placement::Seed;
+
+/// State of a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Status {
+    Joining,
+    Syncing,
+    Ready,
+    Suspect,
+    Lost,
+}
+
+impl Status {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Status::Joining => "joining",
+            Status::Syncing => "syncing",
+            Status::Ready => "ready",
+            Status::Suspect => "suspect",
+            Status::Lost => "lost",
+        }
+    }
+}
+
+/// What became of a dispatch.
+pub(super) struct Event {
+    pub(super) id: u64,
+    /// The answer, or why there will be none.
+    pub(super) outcome: Result<v1::Reply, String>,
+}
+
+struct Pending {
+    events: mpsc::Sender<Event>,
+    sent: Instant,
+    cost: Cost,
+    layer: u16,
+    /// Nobody waits for it any more; its answer proves that the node is alive.
+    missed: bool,
+}
+
+struct Inner {
+    name: String,
+    addresses: Vec<String>,
+    status: Status,
+    since: Instant,
+    /// Why the node is suspect or lost.
+    why: String,
+    syncing: bool,
+    held: Held,
+    stream: Option<UnboundedSender<v1::ToNode>>,
+    pending: HashMap<u64, Pending>,
+    latency: Latency,
+}
+
+/// One node.
+pub(super) struct Node {
+    pub(super) id: String,
+    pub(super) seed: Seed,
+    inner: Mutex<Inner>,
+    /// Rung when there is a reason to dial at once.
+    pub(super) wake: Notify,
+    /// Rung when the connection must end (revoked).
+    pub(super) cut: Notify,
+    served: AtomicU64,
+    failures: AtomicU64,
+    changed: Arc<Changed>,
+}
+
+impl Node {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn name(&self) -> String {
+        self.lock().name.clone()
+    }
+
+    pub(super) fn addresses(&self) -> Vec<String> {
+        self.lock().addresses.clone()
+    }
+
+    /// Takes over what a node said of itself; returns whether anything is new.
+    pub(super) fn introduce(&self, name: &str, addresses: &[String]) -> bool {
+        let mut inner = self.lock();
+        let same = inner.name == name && inner.addresses == addresses;
+        inner.name = name.to_owned();
+        inner.addresses = addresses.to_vec();
+        drop(inner);
+        self.wake.notify_one();
+        !same
+    }
+
+    /// The handshake is done.
+    pub(super) fn connected(&self, stream: UnboundedSender<v1::ToNode>, held: Held, syncing: bool) {
+        let mut inner = self.lock();
+        inner.stream = Some(stream);
+        inner.held = held;
+        inner.syncing = syncing;
+        self.settle(&mut inner, "");
+    }
+
+    pub(super) fn holds(&self, held: Held, syncing: bool) {
+        let mut inner = self.lock();
+        inner.held = held;
+        inner.syncing = syncing;
+        self.settle(&mut inner, "");
+    }
+
+    /// The connection ended: whoever waits is told.
+    pub(super) fn lost(&self, why: &str) {
+        let mut inner = self.lock();
+        inner.stream = None;
+        for (id, pending) in inner.pending.drain() {
+            let _ = pending.events.send(Event { id, outcome: Err(why.to_owned()) });
+        }
+        if inner.status == Status::Joining {
+            inner.why = why.to_owned();
+        } else {
+            self.settle(&mut inner, why);
+        }
+    }
+
+    /// An answer came, in time or not.
+    pub(super) fn answered(&self, reply: v1::Reply) {
+        let mut inner = self.lock();
+        let Some(pending) = inner.pending.remove(&reply.id) else { return };
+        if let Some(v1::reply::Outcome::Failure(failure)) = &reply.outcome {
+            self.failures.fetch_add(1, Ordering::Relaxed);
+            let unavailable = matches!(
+                failure.code(),
+                v1::ErrorCode::NotHeld | v1::ErrorCode::Read | v1::ErrorCode::Damaged
+            );
+            let index = failure.expert.filter(|_| unavailable).and_then(|e| u16::try_from(e).ok());
+            if let Some(index) = index {
+                // Until the node says again what it holds, others compute this expert.
+                inner.held.remove(ExpertId { layer: pending.layer, index });
+            }
+        } else if !pending.missed {
+            inner.latency.record(pending.cost, pending.sent.elapsed());
+        }
+        if pending.missed {
+            self.settle(&mut inner, "");
+        } else {
+            // The receiver is gone when its whole batch has failed.
+            let _ = pending.events.send(Event { id: reply.id, outcome: Ok(reply) });
+        }
+    }
+
+    /// Derives the state from the facts.
+    fn settle(&self, inner: &mut Inner, why: &str) {
+        let status = if inner.stream.is_none() {
+            Status::Lost
+        } else if inner.pending.values().any(|p| p.missed) {
+            Status::Suspect
+        } else if inner.syncing {
+            Status::Syncing
+        } else {
+            Status::Ready
+        };
+        if status != inner.status {
+            tracing::info!(
+                node = inner.name,
+                id = self.id,
+                from = inner.status.name(),
+                to = status.name(),
+                why,
+                "node"
+            );
+            inner.status = status;
+            inner.since = Instant::now();
+            inner.why = why.to_owned();
+        }
+        self.changed.ring();
+    }
+
+    /// Whether the node may get work, and holds `id`.
+    fn can_compute(inner: &Inner, id: ExpertId) -> bool {
+        matches!(inner.status, Status::Ready | Status::Syncing) && inner.held.contains(id)
+    }
+
+    /// How long to wait for a dispatch of this cost.
+    pub(super) fn deadline(&self, cost: Cost) -> Duration {
+        self.lock().latency.deadline(cost)
+    }
+
+    /// Sends a dispatch; `false` when the node went away meanwhile.
+    pub(super) fn send(
+        &self,
+        layer: u16,
+        dispatch: v1::Dispatch,
+        cost: Cost,
+        events: &mpsc::Sender<Event>,
+    ) -> bool {
+        let mut inner = self.lock();
+        let Some(stream) = inner.stream.clone() else { return false };
+        let id = dispatch.id;
+        let sent = Instant::now();
+        inner.pending.insert(id, Pending { events: events.clone(), sent, cost, layer, missed: false });
+        let message = v1::ToNode { message: Some(v1::to_node::Message::Dispatch(dispatch)) };
+        let went = stream.send(message).is_ok();
+        if !went {
+            inner.pending.remove(&id);
+        }
+        went
+    }
+
+    /// A deadline passed: the node is suspect until it answers, and need not compute this any more.
+    pub(super) fn missed(&self, id: u64, waited: Duration) {
+        let mut inner = self.lock();
+        let Some(pending) = inner.pending.get_mut(&id) else { return };
+        pending.missed = true;
+        self.failures.fetch_add(1, Ordering::Relaxed);
+        if let Some(stream) = &inner.stream {
+            let message = v1::to_node::Message::Cancel(v1::Cancel { id });
+            let _ = stream.send(v1::ToNode { message: Some(message) });
+        }
+        self.settle(&mut inner, &format!("no answer within {} ms", waited.as_millis()));
+    }
+
+    pub(super) fn count_served(&self, experts: usize) {
+        self.served.fetch_add(experts as u64, Ordering::Relaxed);
+    }
+
+    pub(super) fn count_failure(&self) {
+        self.failures.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// "node kitchen-pc (lost 12 s ago: connection refused)".
+    pub(super) fn describe(&self) -> String {
+        let inner = self.lock();
+        let ago = inner.since.elapsed().as_secs();
+        let why = if inner.why.is_empty() { String::new() } else { format!(": {}", inner.why) };
+        format!("node {} ({} since {ago} s{why})", inner.name, inner.status.name())
+    }
+
+    pub(super) fn status(&self) -> NodeStatus {
+        let inner = self.lock();
+        NodeStatus {
+            id: self.id.clone(),
+            name: inner.name.clone(),
+            addr: inner.addresses.first().cloned().unwrap_or_default(),
+            state: inner.status.name().to_owned(),
+            experts_held: inner.held.len(),
+            experts_served: self.served.load(Ordering::Relaxed),
+            failures: self.failures.load(Ordering::Relaxed),
+            latency_ms: inner.latency.median().map_or(0.0, |m| m.as_secs_f64() * 1e3),
+        }
+    }
+}
+
+/// Tells waiters that some node changed its state.
+#[derive(Default)]
+struct Changed {
+    count: Mutex<u64>,
+    bell: Condvar,
+}
+
+impl Changed {
+    fn ring(&self) {
+        *self.count.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        self.bell.notify_all();
+    }
+}
+
+/// All nodes.
+pub(super) struct Membership {
+    layout: ExpertLayout,
+    nodes: Mutex<BTreeMap<String, Arc<Node>>>,
+    changed: Arc<Changed>,
+    /// Where new nodes get their link.
+    joined: UnboundedSender<Arc<Node>>,
+}
+
+impl Membership {
+    pub(super) fn new(layout: ExpertLayout, joined: UnboundedSender<Arc<Node>>) -> Self {
+        Self { layout, nodes: Mutex::default(), changed: Arc::default(), joined }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Node>>> {
+        self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The node `id`, made (and its link started) when it is new.
+    pub(super) fn get_or_add(&self, id: &str, name: &str, addresses: &[String]) -> Arc<Node> {
+        let mut nodes = self.lock();
+        if let Some(node) = nodes.get(id) {
+            return node.clone();
+        }
+        let node = Arc::new(Node {
+            id: id.to_owned(),
+            seed: Seed::of(id),
+            inner: Mutex::new(Inner {
+                name: name.to_owned(),
+                addresses: addresses.to_vec(),
+                status: Status::Joining,
+                since: Instant::now(),
+                why: String::new(),
+                syncing: true,
+                held: Held::none(&self.layout),
+                stream: None,
+                pending: HashMap::new(),
+                latency: Latency::default(),
+            }),
+            wake: Notify::new(),
+            cut: Notify::new(),
+            served: AtomicU64::new(0),
+            failures: AtomicU64::new(0),
+            changed: self.changed.clone(),
+        });
+        nodes.insert(id.to_owned(), node.clone());
+        // Without a wire thread the cluster is shutting down.
+        let _ = self.joined.send(node.clone());
+        node
+    }
+
+    pub(super) fn get(&self, id: &str) -> Option<Arc<Node>> {
+        self.lock().get(id).cloned()
+    }
+
+    pub(super) fn all(&self) -> Vec<Arc<Node>> {
+        self.lock().values().cloned().collect()
+    }
+
+    /// For every expert of a layer's work, the best node that can compute it now and is not among
+    /// the excluded ones.
+    pub(super) fn place(&self, layer: u16, experts: &[u16], excluded: &[String]) -> Vec<Option<Arc<Node>>> {
+        let nodes = self.all();
+        let mut best: Vec<Option<(u64, &Arc<Node>)>> = vec![None; experts.len()];
+        for node in nodes.iter().filter(|n| !excluded.contains(&n.id)) {
+            let inner = node.lock();
+            for (slot, &index) in best.iter_mut().zip(experts) {
+                let id = ExpertId { layer, index };
+                let score = node.seed.score(id);
+                if Node::can_compute(&inner, id) && slot.is_none_or(|(s, _)| s < score) {
+                    *slot = Some((score, node));
+                }
+            }
+        }
+        best.into_iter().map(|slot| slot.map(|(_, node)| node.clone())).collect()
+    }
+
+    /// Whether `done` holds for the states of all nodes, now or before `deadline`.
+    pub(super) fn wait(&self, deadline: Instant, done: impl Fn(&[Arc<Node>]) -> bool) -> bool {
+        let mut count = self.changed.count.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let seen = *count;
+            drop(count);
+            if done(&self.all()) {
+                return true;
+            }
+            count = self.changed.count.lock().unwrap_or_else(PoisonError::into_inner);
+            while *count == seen {
+                let left = deadline.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    return false;
+                }
+                count = self.changed.bell.wait_timeout(count, left).unwrap_or_else(PoisonError::into_inner).0;
+            }
+        }
+    }
+}
+
+/// Whether the node is ready and complete.
+pub(super) fn is_ready(node: &Node) -> bool {
+    node.lock().status == Status::Ready
+}

@@ -1,0 +1,333 @@
+//! The cluster directory: CA, coordinator identity, invitations and members.
+//!
+//! `cluster.json`, `ca.crt`, `ca.key`, `coordinator.crt`, `coordinator.key`, `tokens.json`,
+//! `nodes.json`; directory mode 0700, files 0600, every file replaced atomically. Two locks:
+//! `state.lock` is held for the moment of a change, so that `cluster invite` works beside a running
+//! coordinator; `coordinator.lock` is held by the coordinator while it runs, so that there is one.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use shimmer_node::files::{FileLock, create_private_dir, write_private};
+use shimmer_node::tls::Credentials;
+
+use super::ca::{self, KeyedCertificate};
+use super::token::{Invitation, new_invitation};
+use super::{ClusterError, token};
+
+const STATE_VERSION: u32 = 1;
+
+/// The cluster directory (`--cluster DIR`): CA, coordinator identity, tokens, known nodes.
+#[derive(Clone, Debug)]
+pub struct ClusterState {
+    dir: PathBuf,
+    listen: SocketAddr,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ClusterFile {
+    version: u32,
+    listen: SocketAddr,
+}
+
+/// A node that joined.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Member {
+    /// Stable id.
+    pub id: String,
+    /// Name given at join.
+    pub name: String,
+    /// BLAKE3 of its public key, hexadecimal.
+    pub key_hash: String,
+    /// Addresses (`host:port`) it was last reached at or told us.
+    #[serde(default)]
+    pub addresses: Vec<String>,
+    /// Whether its certificate is no longer accepted.
+    #[serde(default)]
+    pub revoked: bool,
+}
+
+impl ClusterState {
+    /// Makes a private CA and a coordinator certificate in `dir`; refuses to overwrite.
+    /// `listen` is where nodes will join and fetch.
+    ///
+    /// # Errors
+    /// [`ClusterError::State`].
+    pub fn init(dir: &Path, listen: SocketAddr) -> Result<Self, ClusterError> {
+        let state = Self { dir: dir.to_owned(), listen };
+        create_private_dir(dir).map_err(|e| state.error("", format!("cannot be made: {e}")))?;
+        let _lock = state.lock()?;
+        if state.path("cluster.json").exists() {
+            return Err(
+                state.error("", "already holds a cluster; use it, or choose another directory".to_owned())
+            );
+        }
+        let (ca, coordinator) =
+            ca::create().map_err(|e| state.error("", format!("certificates cannot be made: {e}")))?;
+        state.write("ca.key", ca.key.as_bytes())?;
+        state.write("ca.crt", ca.certificate.as_bytes())?;
+        state.write("coordinator.key", coordinator.key.as_bytes())?;
+        state.write("coordinator.crt", coordinator.certificate.as_bytes())?;
+        // Written last: a directory with this file is complete.
+        state.write_json("cluster.json", &ClusterFile { version: STATE_VERSION, listen })?;
+        Ok(state)
+    }
+
+    /// Opens an existing directory.
+    ///
+    /// # Errors
+    /// [`ClusterError::State`].
+    pub fn open(dir: &Path) -> Result<Self, ClusterError> {
+        let mut state = Self { dir: dir.to_owned(), listen: SocketAddr::from(([0, 0, 0, 0], 0)) };
+        let file: Option<ClusterFile> = state.read_json("cluster.json")?;
+        let file = file.ok_or_else(|| {
+            state.error("", "holds no cluster; run `shimmer cluster init` first".to_owned())
+        })?;
+        if file.version != STATE_VERSION {
+            let what =
+                format!("version {} is not {STATE_VERSION}; use the Shimmer that wrote it", file.version);
+            return Err(state.error("cluster.json", what));
+        }
+        state.listen = file.listen;
+        Ok(state)
+    }
+
+    /// The directory.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Where nodes join and fetch.
+    pub fn listen(&self) -> SocketAddr {
+        self.listen
+    }
+
+    /// Makes a join token: CA certificate, expiring secret, addresses. `advertise` lists the
+    /// addresses a node should try.
+    ///
+    /// # Errors
+    /// [`ClusterError::State`].
+    pub fn invite(
+        &self,
+        advertise: &[SocketAddr],
+        valid_for: Duration,
+        uses: u32,
+    ) -> Result<String, ClusterError> {
+        let (token, invitation) = new_invitation(self.ca_der()?, advertise, valid_for, uses)
+            .map_err(|what| self.error("", what))?;
+        self.change_invitations(|invitations| {
+            token::forget_dead(invitations);
+            invitations.push(invitation);
+        })?;
+        Ok(token.encode())
+    }
+
+    /// Fingerprint of the CA, for people to compare with what `shimmer-node join` prints.
+    ///
+    /// # Errors
+    /// [`ClusterError::State`].
+    pub fn ca_fingerprint(&self) -> Result<String, ClusterError> {
+        Ok(shimmer_node::token::fingerprint_of(&self.ca_der()?))
+    }
+
+    /// Every node that ever joined, revoked ones included.
+    ///
+    /// # Errors
+    /// [`ClusterError::State`].
+    pub fn members(&self) -> Result<Vec<Member>, ClusterError> {
+        Ok(self.read_json("nodes.json")?.unwrap_or_default())
+    }
+
+    /// Stops accepting the node `which` (id or name).
+    ///
+    /// # Errors
+    /// [`ClusterError::State`] when there is no such node.
+    pub fn revoke(&self, which: &str) -> Result<Member, ClusterError> {
+        self.change_members(|members| {
+            let found = members.iter_mut().find(|m| m.id == which || m.name == which);
+            found.map(|member| {
+                member.revoked = true;
+                member.clone()
+            })
+        })?
+        .ok_or_else(|| {
+            self.error("nodes.json", format!("has no node {which}; `shimmer cluster nodes` lists them"))
+        })
+    }
+
+    /// Takes the directory for a running coordinator.
+    pub(super) fn lock_coordinator(&self) -> Result<FileLock, ClusterError> {
+        match FileLock::try_acquire(&self.path("coordinator.lock")) {
+            Ok(Some(lock)) => Ok(lock),
+            Ok(None) => {
+                Err(self.error("", "is in use by another running coordinator; stop it first".to_owned()))
+            }
+            Err(e) => Err(self.error("coordinator.lock", format!("cannot be locked: {e}"))),
+        }
+    }
+
+    /// What the coordinator shows and accepts.
+    pub(super) fn credentials(&self) -> Result<Credentials, ClusterError> {
+        Ok(Credentials {
+            ca_pem: self.read_text("ca.crt")?,
+            identity: Some((self.read_text("coordinator.crt")?, self.read_text("coordinator.key")?)),
+        })
+    }
+
+    pub(super) fn ca(&self) -> Result<KeyedCertificate, ClusterError> {
+        Ok(KeyedCertificate { certificate: self.read_text("ca.crt")?, key: self.read_text("ca.key")? })
+    }
+
+    fn ca_der(&self) -> Result<Vec<u8>, ClusterError> {
+        let pem = self.read_text("ca.crt")?;
+        let (_, parsed) = x509_parser::pem::parse_x509_pem(pem.as_bytes()).map_err(|e| {
+            self.error("ca.crt", format!("is damaged ({e}); restore it or start a new cluster"))
+        })?;
+        Ok(parsed.contents)
+    }
+
+    /// Reads, changes and writes the members under the lock.
+    pub(super) fn change_members<T>(
+        &self,
+        change: impl FnOnce(&mut Vec<Member>) -> T,
+    ) -> Result<T, ClusterError> {
+        self.change("nodes.json", change)
+    }
+
+    /// Reads, changes and writes the invitations under the lock.
+    pub(super) fn change_invitations<T>(
+        &self,
+        change: impl FnOnce(&mut Vec<Invitation>) -> T,
+    ) -> Result<T, ClusterError> {
+        self.change("tokens.json", change)
+    }
+
+    fn change<V, T>(&self, name: &str, change: impl FnOnce(&mut V) -> T) -> Result<T, ClusterError>
+    where
+        V: Serialize + DeserializeOwned + Default + PartialEq + Clone,
+    {
+        let _lock = self.lock()?;
+        let before: V = self.read_json(name)?.unwrap_or_default();
+        let mut after = before.clone();
+        let result = change(&mut after);
+        if after != before {
+            self.write_json(name, &after)?;
+        }
+        Ok(result)
+    }
+
+    fn lock(&self) -> Result<FileLock, ClusterError> {
+        FileLock::acquire(&self.path("state.lock"))
+            .map_err(|e| self.error("state.lock", format!("cannot be locked: {e}")))
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.join(name)
+    }
+
+    fn read_text(&self, name: &str) -> Result<String, ClusterError> {
+        std::fs::read_to_string(self.path(name)).map_err(|e| self.error(name, format!("cannot be read: {e}")))
+    }
+
+    fn read_json<V: DeserializeOwned>(&self, name: &str) -> Result<Option<V>, ClusterError> {
+        match std::fs::read(self.path(name)) {
+            Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|e| {
+                self.error(name, format!("is damaged ({e}); restore it or start a new cluster"))
+            }),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(self.error(name, format!("cannot be read: {e}"))),
+        }
+    }
+
+    fn write_json<V: Serialize>(&self, name: &str, value: &V) -> Result<(), ClusterError> {
+        let mut bytes = serde_json::to_vec_pretty(value)
+            .map_err(|e| self.error(name, format!("cannot be written: {e}")))?;
+        bytes.push(b'\n');
+        self.write(name, &bytes)
+    }
+
+    fn write(&self, name: &str, bytes: &[u8]) -> Result<(), ClusterError> {
+        write_private(&self.path(name), bytes)
+            .map_err(|e| self.error(name, format!("cannot be written: {e}")))
+    }
+
+    pub(super) fn error(&self, name: &str, what: String) -> ClusterError {
+        let path = if name.is_empty() { self.dir.clone() } else { self.path(name) };
+        ClusterError::State { path, what }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fresh() -> (tempfile::TempDir, ClusterState) {
+        let root = tempfile::tempdir().unwrap();
+        let state =
+            ClusterState::init(&root.path().join("cluster"), "127.0.0.1:7420".parse().unwrap()).unwrap();
+        (root, state)
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn everything_is_private() {
+        use std::os::unix::fs::PermissionsExt as _;
+        let (_root, state) = fresh();
+        state.invite(&[], Duration::from_secs(60), 1).unwrap();
+        let mode = |p: &Path| std::fs::metadata(p).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(state.dir()), 0o700);
+        let files: Vec<_> = std::fs::read_dir(state.dir()).unwrap().map(|f| f.unwrap().path()).collect();
+        assert!(files.len() >= 6, "{files:?}");
+        for file in files {
+            assert_eq!(mode(&file), 0o600, "{}", file.display());
+        }
+    }
+
+    #[test]
+    fn a_cluster_is_made_once_and_found_again() {
+        let (_root, state) = fresh();
+        let again = ClusterState::init(state.dir(), state.listen()).unwrap_err();
+        assert!(again.to_string().contains("already holds a cluster"), "{again}");
+        let opened = ClusterState::open(state.dir()).unwrap();
+        assert_eq!(opened.listen(), state.listen());
+        let missing = ClusterState::open(&state.dir().join("nothing")).unwrap_err();
+        assert!(missing.to_string().contains("cluster init"), "{missing}");
+        std::fs::write(state.dir().join("cluster.json"), "{").unwrap();
+        assert!(
+            ClusterState::open(state.dir()).unwrap_err().to_string().contains("cluster.json is damaged")
+                == false
+        );
+        assert!(ClusterState::open(state.dir()).unwrap_err().to_string().contains("is damaged"));
+    }
+
+    #[test]
+    fn one_coordinator_per_directory() {
+        let (_root, state) = fresh();
+        let first = state.lock_coordinator().unwrap();
+        let second = ClusterState::open(state.dir()).unwrap().lock_coordinator().unwrap_err();
+        assert!(second.to_string().contains("another running coordinator"), "{second}");
+        drop(first);
+        assert!(state.lock_coordinator().is_ok());
+    }
+
+    #[test]
+    fn members_are_revoked_by_name_or_id() {
+        let (_root, state) = fresh();
+        let member = Member {
+            id: "a".repeat(20),
+            name: "kitchen".into(),
+            key_hash: String::new(),
+            addresses: vec![],
+            revoked: false,
+        };
+        state.change_members(|m| m.push(member.clone())).unwrap();
+        assert!(state.revoke("kitchen").unwrap().revoked);
+        assert!(state.members().unwrap()[0].revoked);
+        assert!(state.revoke("cellar").unwrap_err().to_string().contains("no node cellar"));
+    }
+}
