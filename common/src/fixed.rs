@@ -137,10 +137,12 @@ impl FixedRows {
         let mut bytes = Vec::with_capacity(self.values.len() * 3 + self.rows * self.cols.div_ceil(BLOCK));
         for row in self.values.chunks(self.cols.max(1)) {
             for block in row.chunks(BLOCK) {
-                let width = width_of(block);
-                bytes.push(width as u8);
-                for value in block {
-                    bytes.extend_from_slice(&value.to_le_bytes()[..width]);
+                match width_of(block) {
+                    2 => pack_block::<2>(block, &mut bytes),
+                    3 => pack_block::<3>(block, &mut bytes),
+                    4 => pack_block::<4>(block, &mut bytes),
+                    5 => pack_block::<5>(block, &mut bytes),
+                    _ => pack_block::<8>(block, &mut bytes),
                 }
             }
         }
@@ -197,21 +199,40 @@ fn width_of(block: &[i64]) -> usize {
     WIDTHS.into_iter().find(|w| 8 * w >= needed_bits).unwrap_or(8)
 }
 
+/// Appends one block with `WIDTH` bytes per value.
+fn pack_block<const WIDTH: usize>(block: &[i64], bytes: &mut Vec<u8>) {
+    bytes.push(WIDTH as u8);
+    let start = bytes.len();
+    bytes.resize(start + block.len() * WIDTH, 0);
+    for (packed, value) in bytes[start..].as_chunks_mut::<WIDTH>().0.iter_mut().zip(block) {
+        packed.copy_from_slice(&value.to_le_bytes()[..WIDTH]);
+    }
+}
+
 /// Reads one block of `count` values and returns what follows it.
 fn unpack_block<'a>(bytes: &'a [u8], count: usize, values: &mut Vec<i64>) -> Option<&'a [u8]> {
     let (&width, rest) = bytes.split_first()?;
     let width = usize::from(width);
-    if !WIDTHS.contains(&width) {
-        return None;
-    }
     let (packed, rest) = rest.split_at_checked(count * width)?;
-    values.extend(packed.chunks_exact(width).map(|packed| {
-        let mut bytes = [0; 8];
-        bytes[8 - width..].copy_from_slice(packed);
-        // The arithmetic shift extends the sign.
-        i64::from_le_bytes(bytes) >> (64 - 8 * width)
-    }));
+    match width {
+        2 => unpack_values::<2>(packed, values),
+        3 => unpack_values::<3>(packed, values),
+        4 => unpack_values::<4>(packed, values),
+        5 => unpack_values::<5>(packed, values),
+        8 => unpack_values::<8>(packed, values),
+        _ => return None,
+    }
     Some(rest)
+}
+
+/// Appends values of `WIDTH` bytes each.
+fn unpack_values<const WIDTH: usize>(packed: &[u8], values: &mut Vec<i64>) {
+    values.extend(packed.as_chunks::<WIDTH>().0.iter().map(|packed| {
+        let mut bytes = [0; 8];
+        bytes[8 - WIDTH..].copy_from_slice(packed);
+        // The arithmetic shift extends the sign.
+        i64::from_le_bytes(bytes) >> (64 - 8 * WIDTH)
+    }));
 }
 
 #[cfg(test)]

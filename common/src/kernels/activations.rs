@@ -1,5 +1,7 @@
 //! Activation rows in the forms the kernels take: f32 and int8 with one scale per 64 columns (rule N1).
 
+use super::portable::padded;
+
 /// Columns per activation scale.
 pub const GROUP: usize = 64;
 
@@ -90,21 +92,21 @@ impl QuantRows {
         let mut split = vec![0; rows * pairs * 2 * GROUP];
         let mut nibble_offsets = vec![0; rows * pairs * 2 * (GROUP / NIBBLE_STRIPE)];
         let mut byte_offsets = vec![0; rows * groups * (GROUP / BYTE_STRIPE)];
-        if cols > 0 {
-            for (row, values) in values.chunks_exact(cols).enumerate() {
-                for (g, q) in values.chunks(GROUP).enumerate() {
-                    let split = &mut split[(row * pairs + g / 2) * 2 * GROUP..][..2 * GROUP];
-                    let (even, odd) = split.split_at_mut(GROUP);
-                    let half = (g % 2) * GROUP / 2;
-                    for (i, pair) in q.chunks(2).enumerate() {
-                        even[half + i] = pair[0];
-                        odd[half + i] = pair.get(1).copied().unwrap_or(0);
-                    }
-                    let offsets = &mut nibble_offsets[(row * pairs * 2 + g) * (GROUP / NIBBLE_STRIPE)..];
-                    stripe_offsets(q, NIBBLE_STRIPE, -8, offsets);
-                    let offsets = &mut byte_offsets[(row * groups + g) * (GROUP / BYTE_STRIPE)..];
-                    stripe_offsets(q, BYTE_STRIPE, -128, offsets);
+        let row_groups = values.chunks_exact(cols.max(1)).map(|row| row.chunks(GROUP).enumerate());
+        for (row, row_groups) in row_groups.enumerate() {
+            for (g, q) in row_groups {
+                let q: [i8; GROUP] = padded(q, 0);
+                let pair = &mut split[(row * pairs + g / 2) * 2 * GROUP..][..2 * GROUP];
+                let (even, odd) = pair.split_at_mut(GROUP);
+                let half = g % 2 * GROUP / 2;
+                for i in 0..GROUP / 2 {
+                    even[half..][i] = q[2 * i];
+                    odd[half..][i] = q[2 * i + 1];
                 }
+                let start = (row * pairs * 2 + g) * (GROUP / NIBBLE_STRIPE);
+                stripe_offsets::<NIBBLE_STRIPE>(&q, -8, &mut nibble_offsets[start..]);
+                let start = (row * groups + g) * (GROUP / BYTE_STRIPE);
+                stripe_offsets::<BYTE_STRIPE>(&q, -128, &mut byte_offsets[start..]);
             }
         }
         Self { rows, cols, values, scales, split, nibble_offsets, byte_offsets }
@@ -150,8 +152,8 @@ fn part<T>(buffer: &[T], row: usize, len: usize) -> &[T] {
 }
 
 /// `factor · Σ q` of every stripe of a group.
-fn stripe_offsets(q: &[i8], stripe: usize, factor: i32, offsets: &mut [i32]) {
-    for (q, offset) in q.chunks(stripe).zip(offsets) {
+fn stripe_offsets<const STRIPE: usize>(q: &[i8; GROUP], factor: i32, offsets: &mut [i32]) {
+    for (q, offset) in q.as_chunks::<STRIPE>().0.iter().zip(offsets) {
         *offset = factor * q.iter().map(|&q| i32::from(q)).sum::<i32>();
     }
 }

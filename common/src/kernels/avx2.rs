@@ -4,15 +4,15 @@ use std::arch::x86_64::*;
 
 use super::activations::{GROUP, QuantRow, QuantRows};
 use super::ops::{FloatOp, NibbleScales, Ops};
-use super::portable::{int4_body, int8_body, padded};
-use crate::math::tree16;
+use super::portable::{chunk, int4_body, int8_body, padded};
+use crate::math::{LANES, PlainStripes, Stripes, tree16};
 
 /// The portable bodies with hardware fused multiply-add; exists only where the CPU has it.
 #[derive(Debug)]
 struct PortableFma(());
 
 /// AVX2 with FMA; exists only where the CPU has both.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 struct Avx2(());
 
 /// The portable kernels compiled with FMA, if the CPU has it.
@@ -68,7 +68,7 @@ impl Ops for PortableFma {
     fn float(&self, op: FloatOp<'_>) {
         #[target_feature(enable = "fma")]
         fn with_fma(op: FloatOp<'_>) {
-            op.run();
+            op.run(PlainStripes);
         }
         // SAFETY: `self` exists only after `detect_fma` saw the feature.
         unsafe { with_fma(op) }
@@ -99,66 +99,113 @@ impl Ops for Avx2 {
 
     fn float(&self, op: FloatOp<'_>) {
         #[target_feature(enable = "avx2,fma")]
-        fn with_avx2(op: FloatOp<'_>) {
-            op.run();
+        fn with_avx2(op: FloatOp<'_>, stripes: Avx2) {
+            op.run(stripes);
         }
         // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
-        unsafe { with_avx2(op) }
+        unsafe { with_avx2(op, *self) }
+    }
+}
+
+impl Stripes for Avx2 {
+    /// Stripes 0–7 and 8–15.
+    type Acc = [__m256; 2];
+
+    #[inline(always)]
+    fn zero(self) -> Self::Acc {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        unsafe { [_mm256_setzero_ps(); 2] }
+    }
+
+    #[inline(always)]
+    fn fma(self, a: &[f32; LANES], b: &[f32; LANES], acc: Self::Acc) -> Self::Acc {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA; every load reads 8 of 16 floats.
+        unsafe {
+            let half = |x: &[f32; LANES], i: usize| _mm256_loadu_ps(x.as_ptr().add(8 * i));
+            [_mm256_fmadd_ps(half(a, 0), half(b, 0), acc[0]), _mm256_fmadd_ps(half(a, 1), half(b, 1), acc[1])]
+        }
+    }
+
+    #[inline(always)]
+    fn tree(self, acc: Self::Acc) -> f32 {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        unsafe { tree(acc) }
     }
 }
 
 /// One nibble row with one activation row, one group of 64 columns (32 bytes) at a time.
 #[target_feature(enable = "avx2,fma")]
 fn int4_dot(weights: &[u8], scales: NibbleScales<'_>, x: QuantRow<'_>) -> f32 {
+    let (groups, tail) = weights.as_chunks::<{ GROUP / 2 }>();
     let mut acc = [_mm256_setzero_ps(); 2];
-    let low_nibble = _mm256_set1_epi8(15);
-    let ones = _mm256_set1_epi16(1);
-    for (g, &x_scale) in x.scales.iter().enumerate() {
-        let w = load(&padded::<u8, 32>(weights, g * GROUP / 2));
-        let at = g / 2 * 2 * GROUP + g % 2 * GROUP / 2;
-        let even = load(chunk::<i8, 32>(x.split, at));
-        let odd = load(chunk::<i8, 32>(x.split, at + GROUP));
-        // Pairs of products are at most 2 · 15 · 127 in magnitude and two of them fit an i16.
-        let low = _mm256_maddubs_epi16(_mm256_and_si256(w, low_nibble), even);
-        let high = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16::<4>(w), low_nibble), odd);
-        let stripes = _mm256_madd_epi16(_mm256_add_epi16(low, high), ones);
-        let sums = _mm256_add_epi32(stripes, load(chunk::<i32, 8>(x.nibble_offsets, 8 * g)));
-        let x_scale = _mm256_set1_ps(x_scale);
-        let scale = match scales {
-            NibbleScales::Row => x_scale,
-            NibbleScales::PerGroup(w) => _mm256_mul_ps(_mm256_set1_ps(w[g]), x_scale),
-            NibbleScales::PerStripe(w) => _mm256_mul_ps(load_ps(chunk(w, 8 * g)), x_scale),
-        };
-        acc[g % 2] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), scale, acc[g % 2]);
+    for (g, w) in groups.iter().enumerate() {
+        acc[g % 2] = _mm256_fmadd_ps(int4_sums(w, g, x), stripe_scales(scales, g, x.scales[g]), acc[g % 2]);
+    }
+    if !tail.is_empty() {
+        let g = groups.len();
+        let scale = stripe_scales(scales, g, x.scales[g]);
+        acc[g % 2] = _mm256_fmadd_ps(int4_sums(&padded(tail, 0), g, x), scale, acc[g % 2]);
     }
     tree(acc)
+}
+
+/// The exact stripe sums of group `g`.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn int4_sums(w: &[u8; GROUP / 2], g: usize, x: QuantRow<'_>) -> __m256 {
+    let low_nibble = _mm256_set1_epi8(15);
+    let w = load(w);
+    let pair: &[i8; 2 * GROUP] = chunk(x.split, g / 2 * 2 * GROUP);
+    let even = load(chunk::<i8, 32>(pair, g % 2 * GROUP / 2));
+    let odd = load(chunk::<i8, 32>(pair, g % 2 * GROUP / 2 + GROUP));
+    // Pairs of products are at most 2 · 15 · 127 in magnitude and two of them fit an i16.
+    let low = _mm256_maddubs_epi16(_mm256_and_si256(w, low_nibble), even);
+    let high = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16::<4>(w), low_nibble), odd);
+    let stripes = _mm256_madd_epi16(_mm256_add_epi16(low, high), _mm256_set1_epi16(1));
+    _mm256_cvtepi32_ps(_mm256_add_epi32(stripes, load(chunk::<i32, 8>(x.nibble_offsets, 8 * g))))
+}
+
+/// The scales of the 8 stripes of group `g`.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn stripe_scales(scales: NibbleScales<'_>, g: usize, x_scale: f32) -> __m256 {
+    match scales {
+        NibbleScales::Row => _mm256_set1_ps(x_scale),
+        NibbleScales::PerGroup(w) => _mm256_set1_ps(w[g] * x_scale),
+        NibbleScales::PerStripe(w) => _mm256_mul_ps(load_ps(chunk(w, 8 * g)), _mm256_set1_ps(x_scale)),
+    }
 }
 
 /// One int8 row with one activation row, one group of 64 columns at a time.
 #[target_feature(enable = "avx2,fma")]
 fn int8_dot(weights: &[i8], scales: Option<&[f32]>, x: QuantRow<'_>) -> f32 {
+    let (groups, tail) = weights.as_chunks::<GROUP>();
+    let (values, x_tail) = x.values.as_chunks::<GROUP>();
+    let group_scale = |g: usize| scales.map_or(x.scales[g], |w| w[g] * x.scales[g]);
     let mut acc = [_mm256_setzero_ps(); 2];
-    let ones = _mm256_set1_epi16(1);
-    for (g, &x_scale) in x.scales.iter().enumerate() {
-        let w: [i8; GROUP] = padded(weights, g * GROUP);
-        let q: [i8; GROUP] = padded(x.values, g * GROUP);
-        let scale = _mm256_set1_ps(scales.map_or(x_scale, |w| w[g] * x_scale));
-        for (half, acc) in acc.iter_mut().enumerate() {
-            let w = load(chunk::<i8, 32>(&w, 32 * half));
-            let q = load(chunk::<i8, 32>(&q, 32 * half));
-            // |w| ≤ 128 as unsigned times ±q with |q| ≤ 127: a pair is at most 32512, no saturation.
-            let pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(q, w));
-            let sums = _mm256_madd_epi16(pairs, ones);
-            *acc = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), scale, *acc);
-        }
+    for (g, (w, q)) in groups.iter().zip(values).enumerate() {
+        acc = int8_group(w, q, group_scale(g), acc);
+    }
+    if !tail.is_empty() {
+        acc = int8_group(&padded(tail, 0), &padded(x_tail, 0), group_scale(groups.len()), acc);
     }
     tree(acc)
 }
 
-/// `N` elements from `start` as an array.
-#[inline(always)]
-pub(super) fn chunk<T, const N: usize>(x: &[T], start: usize) -> &[T; N] {
-    x[start..].first_chunk().expect("activation rows are padded to whole groups")
+/// Adds one group to the accumulators.
+#[target_feature(enable = "avx2,fma")]
+#[inline]
+fn int8_group(w: &[i8; GROUP], q: &[i8; GROUP], scale: f32, acc: [__m256; 2]) -> [__m256; 2] {
+    let mut acc = acc;
+    for (half, acc) in acc.iter_mut().enumerate() {
+        let w = load(chunk::<i8, 32>(w, 32 * half));
+        let q = load(chunk::<i8, 32>(q, 32 * half));
+        // |w| ≤ 128 as unsigned times ±q with |q| ≤ 127: a pair is at most 32512, no saturation.
+        let pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(q, w));
+        let sums = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+        *acc = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), _mm256_set1_ps(scale), *acc);
+    }
+    acc
 }
 
 /// Loads 32 bytes.

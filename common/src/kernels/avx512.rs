@@ -3,13 +3,12 @@
 use std::arch::x86_64::*;
 
 use super::activations::{GROUP, QuantRow, QuantRows};
-use super::avx2::chunk;
 use super::ops::{FloatOp, NibbleScales, Ops};
-use super::portable::padded;
-use crate::math::tree16;
+use super::portable::{chunk, padded};
+use crate::math::{LANES, Stripes, tree16};
 
 /// AVX-512 F, BW, VL, DQ and VNNI; exists only where the CPU has all of them.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 struct Avx512(());
 
 /// The AVX-512 kernels, if the CPU supports them.
@@ -48,11 +47,33 @@ impl Ops for Avx512 {
 
     fn float(&self, op: FloatOp<'_>) {
         #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma")]
-        fn with_avx512(op: FloatOp<'_>) {
-            op.run();
+        fn with_avx512(op: FloatOp<'_>, stripes: Avx512) {
+            op.run(stripes);
         }
         // SAFETY: `self` exists only after `detect` saw every feature.
-        unsafe { with_avx512(op) }
+        unsafe { with_avx512(op, *self) }
+    }
+}
+
+impl Stripes for Avx512 {
+    type Acc = __m512;
+
+    #[inline(always)]
+    fn zero(self) -> Self::Acc {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { _mm512_setzero_ps() }
+    }
+
+    #[inline(always)]
+    fn fma(self, a: &[f32; LANES], b: &[f32; LANES], acc: Self::Acc) -> Self::Acc {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { _mm512_fmadd_ps(load_ps(a), load_ps(b), acc) }
+    }
+
+    #[inline(always)]
+    fn tree(self, acc: Self::Acc) -> f32 {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { tree(acc) }
     }
 }
 
@@ -60,53 +81,89 @@ impl Ops for Avx512 {
 /// are the stripes of the even group, lanes 8–15 those of the odd one.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma")]
 fn int4_dot(weights: &[u8], scales: NibbleScales<'_>, x: QuantRow<'_>) -> f32 {
+    let (pairs, tail) = weights.as_chunks::<64>();
+    let (split, _) = x.split.as_chunks::<128>();
+    let (offsets, _) = x.nibble_offsets.as_chunks::<16>();
+    let (x_scales, last_scale) = x.scales.as_chunks::<2>();
     let mut acc = _mm512_setzero_ps();
-    let low_nibble = _mm512_set1_epi8(15);
-    for (p, x_scales) in x.scales.chunks(2).enumerate() {
-        let w = load(&padded::<u8, 64>(weights, p * GROUP));
-        let even = load(chunk::<i8, 64>(x.split, p * 2 * GROUP));
-        let odd = load(chunk::<i8, 64>(x.split, p * 2 * GROUP + GROUP));
-        let sums = load(chunk::<i32, 16>(x.nibble_offsets, 16 * p));
-        let sums = _mm512_dpbusd_epi32(sums, _mm512_and_si512(w, low_nibble), even);
-        let high = _mm512_and_si512(_mm512_srli_epi16::<4>(w), low_nibble);
-        let sums = _mm512_dpbusd_epi32(sums, high, odd);
-        let scale = match scales {
-            NibbleScales::Row => halves(x_scales),
-            NibbleScales::PerGroup(w) => {
-                _mm512_mul_ps(halves(&w[2 * p..][..x_scales.len()]), halves(x_scales))
-            }
-            NibbleScales::PerStripe(w) => _mm512_mul_ps(load_ps(&padded(w, 16 * p)), halves(x_scales)),
-        };
+    for (p, (((w, split), offsets), &x_scales)) in
+        pairs.iter().zip(split).zip(offsets).zip(x_scales).enumerate()
+    {
+        let scale = pair_scales(scales, p, x_scales);
+        acc = _mm512_fmadd_ps(int4_sums(w, split, offsets), scale, acc);
+    }
+    if 2 * pairs.len() < x.scales.len() {
+        let p = pairs.len();
+        let sums = int4_sums(&padded(tail, 0), &split[p], &offsets[p]);
         // An absent odd group must not touch its accumulators.
-        let lanes = if x_scales.len() == 2 { 0xffff } else { 0x00ff };
-        acc = _mm512_mask3_fmadd_ps(_mm512_cvtepi32_ps(sums), scale, acc, lanes);
+        let (x_scales, lanes) = match *last_scale {
+            [even] => ([even, 0.0], 0x00ff),
+            _ => (x_scales[p], 0xffff),
+        };
+        acc = _mm512_mask3_fmadd_ps(sums, pair_scales(scales, p, x_scales), acc, lanes);
     }
     tree(acc)
+}
+
+/// The exact stripe sums of a pair of groups.
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+#[inline]
+fn int4_sums(w: &[u8; 64], split: &[i8; 128], offsets: &[i32; 16]) -> __m512 {
+    let low_nibble = _mm512_set1_epi8(15);
+    let w = load(w);
+    let low = _mm512_and_si512(w, low_nibble);
+    let high = _mm512_and_si512(_mm512_srli_epi16::<4>(w), low_nibble);
+    let sums = _mm512_dpbusd_epi32(load(offsets), low, load(chunk::<i8, 64>(split, 0)));
+    _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(sums, high, load(chunk::<i8, 64>(split, 64))))
+}
+
+/// The scales of pair `p` of groups, per lane.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn pair_scales(scales: NibbleScales<'_>, p: usize, x_scales: [f32; 2]) -> __m512 {
+    match scales {
+        NibbleScales::Row => halves(x_scales),
+        NibbleScales::PerGroup(w) => {
+            let odd = w.get(2 * p + 1).copied().unwrap_or(0.0);
+            halves([w[2 * p] * x_scales[0], odd * x_scales[1]])
+        }
+        NibbleScales::PerStripe(w) => _mm512_mul_ps(load_ps(&padded(w, 16 * p)), halves(x_scales)),
+    }
 }
 
 /// One int8 row with one activation row, one group of 64 columns at a time.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma")]
 fn int8_dot(weights: &[i8], scales: Option<&[f32]>, x: QuantRow<'_>) -> f32 {
+    let (groups, tail) = weights.as_chunks::<GROUP>();
+    let (values, x_tail) = x.values.as_chunks::<GROUP>();
+    let (offsets, _) = x.byte_offsets.as_chunks::<16>();
+    let group_scale = |g: usize| scales.map_or(x.scales[g], |w| w[g] * x.scales[g]);
     let mut acc = _mm512_setzero_ps();
-    let sign = _mm512_set1_epi8(i8::MIN);
-    for (g, &x_scale) in x.scales.iter().enumerate() {
-        // w + 128 as unsigned; the activations' offsets take the 128 out again.
-        let w = _mm512_xor_si512(load(&padded::<i8, 64>(weights, g * GROUP)), sign);
-        let q = load(&padded::<i8, 64>(x.values, g * GROUP));
-        let offsets = load(chunk::<i32, 16>(x.byte_offsets, 16 * g));
-        let sums = _mm512_dpbusd_epi32(offsets, w, q);
-        let scale = _mm512_set1_ps(scales.map_or(x_scale, |w| w[g] * x_scale));
-        acc = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), scale, acc);
+    for (g, ((w, q), offsets)) in groups.iter().zip(values).zip(offsets).enumerate() {
+        acc = _mm512_fmadd_ps(int8_sums(w, q, offsets), _mm512_set1_ps(group_scale(g)), acc);
+    }
+    if !tail.is_empty() {
+        let g = groups.len();
+        let sums = int8_sums(&padded(tail, 0), &padded(x_tail, 0), &offsets[g]);
+        acc = _mm512_fmadd_ps(sums, _mm512_set1_ps(group_scale(g)), acc);
     }
     tree(acc)
 }
 
-/// The first value in lanes 0–7, the second (0 if absent) in lanes 8–15.
+/// The exact stripe sums of a group.
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+#[inline]
+fn int8_sums(w: &[i8; GROUP], q: &[i8; GROUP], offsets: &[i32; 16]) -> __m512 {
+    // w + 128 as unsigned; the activations' offsets take the 128 out again.
+    let w = _mm512_xor_si512(load(w), _mm512_set1_epi8(i8::MIN));
+    _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(load(offsets), w, load(q)))
+}
+
+/// The first value in lanes 0–7, the second in lanes 8–15.
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn halves(pair: &[f32]) -> __m512 {
-    let second = pair.get(1).copied().unwrap_or(0.0);
-    _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(pair[0]), _mm512_set1_ps(second))
+fn halves(pair: [f32; 2]) -> __m512 {
+    _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(pair[0]), _mm512_set1_ps(pair[1]))
 }
 
 /// Loads 64 bytes.

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use super::KernelError;
 use super::activations::{Activations, GROUP, QuantRows};
 use super::ops::{FloatOp, FloatRow, NibbleScales, Ops};
-use crate::quant::decode::unpack_row;
+use crate::quant::decode::{unpack_int2, unpack_int3};
 use crate::quant::{Format, MatrixRef};
 
 /// Multiply-adds below which a task is not worth its dispatch (about 10 µs on one core).
@@ -176,11 +176,13 @@ impl IntScratch {
             return NibbleScales::PerGroup(scales);
         }
         let step = if group.is_multiple_of(GROUP) { GROUP } else { 8 };
-        // Padding stripes beyond the last group have zero sums; any finite scale will do.
-        let last = scales.len() - 1;
-        let count = cols.div_ceil(GROUP) * (GROUP / step);
         self.scales.clear();
-        self.scales.extend((0..count).map(|i| scales[(i * step / group).min(last)]));
+        for &scale in scales {
+            self.scales.extend(std::iter::repeat_n(scale, group / step));
+        }
+        // Padding stripes beyond the last group have zero sums; any finite scale will do.
+        let last = scales.last().copied().unwrap_or(0.0);
+        self.scales.resize(cols.div_ceil(GROUP) * (GROUP / step), last);
         if step == GROUP {
             NibbleScales::PerGroup(&self.scales)
         } else {
@@ -203,18 +205,16 @@ fn integer_row(
     match w.format {
         Format::Int4Row => ops.int4(bytes, NibbleScales::Row, x, x_rows, out),
         Format::Int4Grouped { group } => {
-            if w.cols > 0 {
-                let scales = scratch.expand(scales, group as usize, w.cols);
-                ops.int4(bytes, scales, x, x_rows, out);
-            }
+            let scales = scratch.expand(scales, group as usize, w.cols);
+            ops.int4(bytes, scales, x, x_rows, out);
         }
         Format::Int8Row => ops.int8(bytemuck::cast_slice(bytes), None, x, x_rows, out),
         Format::Int2Row => {
-            unpack_row(w.format, bytes, &mut scratch.values);
+            unpack_int2(bytes, &mut scratch.values);
             ops.int8(&scratch.values, None, x, x_rows, out);
         }
         Format::Int3G64 => {
-            unpack_row(w.format, bytes, &mut scratch.values);
+            unpack_int3(bytes, &mut scratch.values);
             ops.int8(&scratch.values, Some(scales), x, x_rows, out);
         }
         Format::F32 | Format::F16 | Format::Bf16 | Format::Fp8Block => {

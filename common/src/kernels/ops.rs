@@ -2,7 +2,7 @@
 //! operations of [`crate::math`].
 
 use super::QuantRows;
-use crate::math::LANES;
+use crate::math::{self, LANES, Stripes, dot_body, four_dots_body, load_lanes};
 use crate::quant::decode::{Bf16, ChunkDecoder, F16, F32, Fp8, decode_chunks};
 
 /// Kernels of one instruction set; every implementation gives the same bits as [`super::portable`].
@@ -80,31 +80,32 @@ pub(super) enum FloatOp<'a> {
 impl FloatOp<'_> {
     /// Runs the operation with the instructions enabled where this is inlined.
     #[inline(always)]
-    pub(super) fn run(self) {
-        use crate::math;
+    pub(super) fn run<S: Stripes>(self, s: S) {
         match self {
             FloatOp::Row { row, cols, x, x_rows, scratch, out } => match row {
-                FloatRow::F32(bytes) => float_row(F32, bytes, cols, x, x_rows, scratch, out),
-                FloatRow::F16(bytes) => float_row(F16, bytes, cols, x, x_rows, scratch, out),
-                FloatRow::Bf16(bytes) => float_row(Bf16, bytes, cols, x, x_rows, scratch, out),
+                FloatRow::F32(bytes) => float_row(s, F32, bytes, cols, x, x_rows, scratch, out),
+                FloatRow::F16(bytes) => float_row(s, F16, bytes, cols, x, x_rows, scratch, out),
+                FloatRow::Bf16(bytes) => float_row(s, Bf16, bytes, cols, x, x_rows, scratch, out),
                 FloatRow::Fp8(bytes, scales) => {
-                    float_row(Fp8 { scales }, bytes, cols, x, x_rows, scratch, out)
+                    float_row(s, Fp8 { scales }, bytes, cols, x, x_rows, scratch, out)
                 }
             },
-            FloatOp::Dot { a, b, out } => *out = math::dot_body(a, b),
+            FloatOp::Dot { a, b, out } => *out = dot_body(s, a, b),
             FloatOp::Axpy { a, x, y } => math::axpy_body(a, x, y),
             FloatOp::SiluMul { gate, up, out } => math::silu_mul_body(gate, up, out),
             FloatOp::Sigmoid { x } => math::sigmoid_body(x),
-            FloatOp::Softmax { x } => math::softmax_body(x),
-            FloatOp::RmsNorm { x, w, eps, out } => math::rms_norm_body(x, w, eps, out),
-            FloatOp::LayerNorm { x, w, b, eps, out } => math::layer_norm_body(x, w, b, eps, out),
+            FloatOp::Softmax { x } => math::softmax_body(s, x),
+            FloatOp::RmsNorm { x, w, eps, out } => math::rms_norm_body(s, x, w, eps, out),
+            FloatOp::LayerNorm { x, w, b, eps, out } => math::layer_norm_body(s, x, w, b, eps, out),
         }
     }
 }
 
 /// See [`FloatOp::Row`]. One activation row decodes on the fly; several share one decoded row.
 #[inline(always)]
-fn float_row<const BYTES: usize>(
+#[expect(clippy::too_many_arguments, reason = "the fields of FloatOp::Row, taken apart by format")]
+fn float_row<S: Stripes, const BYTES: usize>(
+    stripes: S,
     decoder: impl ChunkDecoder<BYTES>,
     bytes: &[u8],
     cols: usize,
@@ -113,31 +114,42 @@ fn float_row<const BYTES: usize>(
     scratch: &mut Vec<f32>,
     out: &mut [f32],
 ) {
+    let x_row = |row: usize| &x[row * cols..(row + 1) * cols];
     if let ([row], [out]) = (x_rows, &mut *out) {
-        *out = decoded_dot(decoder, bytes, &x[row * cols..(row + 1) * cols]);
+        *out = decoded_dot(stripes, decoder, bytes, x_row(*row));
         return;
     }
     scratch.resize(cols, 0.0);
     decode_chunks(decoder, bytes, scratch);
-    for (row, out) in x_rows.iter().zip(out) {
-        *out = crate::math::dot_body(scratch, &x[row * cols..(row + 1) * cols]);
+    let (quads, rest) = x_rows.as_chunks::<4>();
+    let (out_quads, out_rest) = out.as_chunks_mut::<4>();
+    for (rows, out) in quads.iter().zip(out_quads) {
+        let rows = [x_row(rows[0]), x_row(rows[1]), x_row(rows[2]), x_row(rows[3])];
+        *out = four_dots_body(stripes, scratch, rows);
+    }
+    for (&row, out) in rest.iter().zip(out_rest) {
+        *out = dot_body(stripes, scratch, x_row(row));
     }
 }
 
 /// Rule-N3 dot product of a stored row with an f32 row.
 #[inline(always)]
-fn decoded_dot<const BYTES: usize>(decoder: impl ChunkDecoder<BYTES>, bytes: &[u8], x: &[f32]) -> f32 {
-    let mut acc = [0.0; LANES];
+fn decoded_dot<S: Stripes, const BYTES: usize>(
+    stripes: S,
+    decoder: impl ChunkDecoder<BYTES>,
+    bytes: &[u8],
+    x: &[f32],
+) -> f32 {
+    let mut acc = stripes.zero();
     let (chunks, tail) = bytes.as_chunks::<BYTES>();
     let (x_chunks, x_tail) = x.as_chunks::<LANES>();
     for (i, (bytes, x)) in chunks.iter().zip(x_chunks).enumerate() {
-        crate::math::fma_lanes(&decoder.decode(bytes, i), x, &mut acc);
+        acc = stripes.fma(&decoder.decode(bytes, i), x, acc);
     }
     if !x_tail.is_empty() {
         let mut padded = [0; BYTES];
         padded[..tail.len()].copy_from_slice(tail);
-        let w = decoder.decode(&padded, chunks.len());
-        crate::math::fma_lanes(&w, &crate::math::load_lanes(x_tail), &mut acc);
+        acc = stripes.fma(&decoder.decode(&padded, chunks.len()), &load_lanes(x_tail), acc);
     }
-    crate::math::tree16(&acc)
+    stripes.tree(acc)
 }

@@ -5,7 +5,7 @@
 
 use super::activations::{GROUP, QuantRow, QuantRows};
 use super::ops::{FloatOp, NibbleScales, Ops};
-use crate::math::{LANES, tree16};
+use crate::math::{LANES, PlainStripes, tree16};
 
 /// Compiled for the baseline of the target.
 #[derive(Debug)]
@@ -28,7 +28,7 @@ impl Ops for Portable {
     }
 
     fn float(&self, op: FloatOp<'_>) {
-        op.run();
+        op.run(PlainStripes);
     }
 }
 
@@ -63,46 +63,98 @@ pub(super) fn int8_body(
 /// One nibble row with one activation row.
 #[inline(always)]
 fn int4_dot(weights: &[u8], scales: NibbleScales<'_>, x: QuantRow<'_>) -> f32 {
+    let (groups, tail) = weights.as_chunks::<{ GROUP / 2 }>();
     let mut acc = [0.0; LANES];
-    for (g, &x_scale) in x.scales.iter().enumerate() {
-        let w: [u8; GROUP / 2] = padded(weights, g * GROUP / 2);
-        let even = &x.split[g / 2 * 2 * GROUP + g % 2 * GROUP / 2..][..GROUP / 2];
-        let odd = &x.split[g / 2 * 2 * GROUP + g % 2 * GROUP / 2 + GROUP..][..GROUP / 2];
-        let offsets = &x.nibble_offsets[8 * g..][..8];
-        for s in 0..8 {
-            let mut sum = offsets[s];
-            for k in 4 * s..4 * s + 4 {
-                sum += i32::from(w[k] & 15) * i32::from(even[k]) + i32::from(w[k] >> 4) * i32::from(odd[k]);
-            }
-            let scale = match scales {
-                NibbleScales::Row => x_scale,
-                NibbleScales::PerGroup(w_scales) => w_scales[g] * x_scale,
-                NibbleScales::PerStripe(w_scales) => w_scales[8 * g + s] * x_scale,
-            };
-            let acc = &mut acc[g % 2 * 8 + s];
-            *acc = (sum as f32).mul_add(scale, *acc);
-        }
+    for (g, w) in groups.iter().enumerate() {
+        int4_group(w, g, scales, x, &mut acc);
+    }
+    if !tail.is_empty() {
+        int4_group(&padded(tail, 0), groups.len(), scales, x, &mut acc);
     }
     tree16(&acc)
+}
+
+/// Adds group `g` of a nibble row to the accumulators.
+#[inline(always)]
+fn int4_group(
+    w: &[u8; GROUP / 2],
+    g: usize,
+    scales: NibbleScales<'_>,
+    x: QuantRow<'_>,
+    acc: &mut [f32; LANES],
+) {
+    let pair: &[i8; 2 * GROUP] = chunk(x.split, g / 2 * 2 * GROUP);
+    let even: &[i8; GROUP / 2] = chunk(pair, g % 2 * GROUP / 2);
+    let odd: &[i8; GROUP / 2] = chunk(pair, g % 2 * GROUP / 2 + GROUP);
+    // A column pair is at most 2 · 15 · 127, a stripe of four pairs at most 15240: all fit an i16.
+    let mut products = [0i16; GROUP / 2];
+    for k in 0..GROUP / 2 {
+        let low = i16::from(w[k] & 15).wrapping_mul(i16::from(even[k]));
+        let high = i16::from(w[k] >> 4).wrapping_mul(i16::from(odd[k]));
+        products[k] = low.wrapping_add(high);
+    }
+    let offsets: &[i32; 8] = chunk(x.nibble_offsets, 8 * g);
+    let mut sums = [0.0; 8];
+    for s in 0..8 {
+        let p = &products[4 * s..4 * s + 4];
+        let stripe = p[0].wrapping_add(p[1]).wrapping_add(p[2].wrapping_add(p[3]));
+        sums[s] = i32::from(stripe).wrapping_add(offsets[s]) as f32;
+    }
+    let x_scale = x.scales[g];
+    let mut scale = [x_scale; 8];
+    match scales {
+        NibbleScales::Row => {}
+        NibbleScales::PerGroup(w) => scale = [w[g] * x_scale; 8],
+        NibbleScales::PerStripe(w) => {
+            for (scale, w) in scale.iter_mut().zip(chunk::<f32, 8>(w, 8 * g)) {
+                *scale *= w;
+            }
+        }
+    }
+    let acc = &mut acc[g % 2 * 8..][..8];
+    for s in 0..8 {
+        acc[s] = sums[s].mul_add(scale[s], acc[s]);
+    }
 }
 
 /// One int8 row with one activation row.
 #[inline(always)]
 fn int8_dot(weights: &[i8], scales: Option<&[f32]>, x: QuantRow<'_>) -> f32 {
+    let (groups, tail) = weights.as_chunks::<GROUP>();
+    let (values, x_tail) = x.values.as_chunks::<GROUP>();
     let mut acc = [0.0; LANES];
-    for (g, &x_scale) in x.scales.iter().enumerate() {
-        let w: [i8; GROUP] = padded(weights, g * GROUP);
-        let q: [i8; GROUP] = padded(x.values, g * GROUP);
-        let scale = scales.map_or(x_scale, |w_scales| w_scales[g] * x_scale);
-        for s in 0..LANES {
-            let mut sum = 0;
-            for k in 4 * s..4 * s + 4 {
-                sum += i32::from(w[k]) * i32::from(q[k]);
-            }
-            acc[s] = (sum as f32).mul_add(scale, acc[s]);
-        }
+    for (g, (w, q)) in groups.iter().zip(values).enumerate() {
+        let scale = scales.map_or(x.scales[g], |w| w[g] * x.scales[g]);
+        int8_group(w, q, scale, &mut acc);
+    }
+    if !tail.is_empty() {
+        let g = groups.len();
+        let scale = scales.map_or(x.scales[g], |w| w[g] * x.scales[g]);
+        int8_group(&padded(tail, 0), &padded(x_tail, 0), scale, &mut acc);
     }
     tree16(&acc)
+}
+
+/// Adds one group of an int8 row to the accumulators.
+#[inline(always)]
+fn int8_group(w: &[i8; GROUP], q: &[i8; GROUP], scale: f32, acc: &mut [f32; LANES]) {
+    // A product is at most 128 · 127 and a pair of them 32512: both fit an i16.
+    let mut products = [0i16; GROUP];
+    for k in 0..GROUP {
+        products[k] = i16::from(w[k]).wrapping_mul(i16::from(q[k]));
+    }
+    for s in 0..LANES {
+        let p = &products[4 * s..4 * s + 4];
+        let pairs = (p[0].wrapping_add(p[1]), p[2].wrapping_add(p[3]));
+        let sum = i32::from(pairs.0).wrapping_add(i32::from(pairs.1));
+        acc[s] = (sum as f32).mul_add(scale, acc[s]);
+    }
+}
+
+/// `N` elements from `start`; activation rows are padded to whole groups.
+#[inline(always)]
+pub(super) fn chunk<T, const N: usize>(x: &[T], start: usize) -> &[T; N] {
+    x[start..].first_chunk().expect("activation rows are padded to whole groups")
 }
 
 /// `N` elements from `start`, zero-padded beyond the end.

@@ -1,7 +1,7 @@
 //! Norms and softmax of one row.
 
 use super::exp::exp;
-use super::reduce::{LANES, dot_body, sum_body};
+use super::reduce::{LANES, Stripes, dot_body, sum_body};
 use crate::kernels::Kernels;
 
 /// Root-mean-square norm of one row: `w ⊙ (x · (1 / sqrt(mean(x²) + eps)))`; `x`, `w`, `out` have
@@ -25,9 +25,9 @@ pub fn softmax(x: &mut [f32]) {
 
 /// See [`rms_norm`].
 #[inline(always)]
-pub(crate) fn rms_norm_body(x: &[f32], w: &[f32], eps: f32, out: &mut [f32]) {
+pub(crate) fn rms_norm_body<S: Stripes>(stripes: S, x: &[f32], w: &[f32], eps: f32, out: &mut [f32]) {
     assert!(x.len() == w.len() && x.len() == out.len(), "rms_norm takes rows of one length");
-    let mean_square = dot_body(x, x) / x.len() as f32;
+    let mean_square = dot_body(stripes, x, x) / x.len() as f32;
     let inverse = 1.0 / (mean_square + eps).sqrt();
     for ((out, &x), &w) in out.iter_mut().zip(x).zip(w) {
         *out = w * (x * inverse);
@@ -36,16 +36,23 @@ pub(crate) fn rms_norm_body(x: &[f32], w: &[f32], eps: f32, out: &mut [f32]) {
 
 /// See [`layer_norm`].
 #[inline(always)]
-pub(crate) fn layer_norm_body(x: &[f32], w: &[f32], b: &[f32], eps: f32, out: &mut [f32]) {
+pub(crate) fn layer_norm_body<S: Stripes>(
+    stripes: S,
+    x: &[f32],
+    w: &[f32],
+    b: &[f32],
+    eps: f32,
+    out: &mut [f32],
+) {
     assert!(
         x.len() == w.len() && x.len() == b.len() && x.len() == out.len(),
         "layer_norm takes rows of one length"
     );
-    let mean = sum_body(x) / x.len() as f32;
+    let mean = sum_body(stripes, x) / x.len() as f32;
     for (out, &x) in out.iter_mut().zip(x) {
         *out = x - mean;
     }
-    let variance = dot_body(out, out) / x.len() as f32;
+    let variance = dot_body(stripes, out, out) / x.len() as f32;
     let inverse = 1.0 / (variance + eps).sqrt();
     for ((out, &w), &b) in out.iter_mut().zip(w).zip(b) {
         *out = (*out * inverse).mul_add(w, b);
@@ -54,12 +61,12 @@ pub(crate) fn layer_norm_body(x: &[f32], w: &[f32], b: &[f32], eps: f32, out: &m
 
 /// See [`softmax`].
 #[inline(always)]
-pub(crate) fn softmax_body(x: &mut [f32]) {
+pub(crate) fn softmax_body<S: Stripes>(stripes: S, x: &mut [f32]) {
     let max = max_body(x);
     for v in x.iter_mut() {
         *v = exp(*v - max);
     }
-    let sum = sum_body(x);
+    let sum = sum_body(stripes, x);
     for v in x.iter_mut() {
         *v /= sum;
     }

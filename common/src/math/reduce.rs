@@ -1,12 +1,56 @@
 //! Rule N3: the one order in which floats are summed.
 //!
 //! Element `j` of a row belongs to stripe `j mod 16`. Every stripe accumulates its elements in
-//! ascending order, starting from +0, by fused multiply-add (or addition for a plain sum); the 16
+//! ascending order, starting from +0, by fused multiply-add; the 16
 //! stripes are then added by [`tree16`]. A row whose length is no multiple of 16 behaves as if it
 //! were padded with zeros.
 
 /// Stripes of a float reduction.
 pub(crate) const LANES: usize = 16;
+
+/// The 16 accumulators of a reduction in the registers of one instruction set.
+///
+/// A value of the implementing type is the proof that the CPU has the instructions. Implementations are
+/// explicit because the compiler does not reliably keep arrays of 16 in vector registers.
+pub(crate) trait Stripes: Copy {
+    /// The accumulators.
+    type Acc: Copy;
+
+    /// 16 times +0.
+    fn zero(self) -> Self::Acc;
+
+    /// `fma(a[i], b[i], acc[i])` for every stripe.
+    fn fma(self, a: &[f32; LANES], b: &[f32; LANES], acc: Self::Acc) -> Self::Acc;
+
+    /// [`tree16`].
+    fn tree(self, acc: Self::Acc) -> f32;
+}
+
+/// The definition of [`Stripes`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PlainStripes;
+
+impl Stripes for PlainStripes {
+    type Acc = [f32; LANES];
+
+    #[inline(always)]
+    fn zero(self) -> Self::Acc {
+        [0.0; LANES]
+    }
+
+    #[inline(always)]
+    fn fma(self, a: &[f32; LANES], b: &[f32; LANES], mut acc: Self::Acc) -> Self::Acc {
+        for i in 0..LANES {
+            acc[i] = a[i].mul_add(b[i], acc[i]);
+        }
+        acc
+    }
+
+    #[inline(always)]
+    fn tree(self, acc: Self::Acc) -> f32 {
+        tree16(&acc)
+    }
+}
 
 /// Adds 16 accumulators pairwise: `i` with `i + 8`, then `+ 4`, `+ 2`, `+ 1`.
 #[inline(always)]
@@ -21,14 +65,6 @@ pub(crate) fn tree16(acc: &[f32; LANES]) -> f32 {
     (a[0] + a[2]) + (a[1] + a[3])
 }
 
-/// `acc[i] = fma(a[i], b[i], acc[i])` for the 16 stripes.
-#[inline(always)]
-pub(crate) fn fma_lanes(a: &[f32; LANES], b: &[f32; LANES], acc: &mut [f32; LANES]) {
-    for i in 0..LANES {
-        acc[i] = a[i].mul_add(b[i], acc[i]);
-    }
-}
-
 /// Up to 16 values, zero-padded.
 #[inline(always)]
 pub(crate) fn load_lanes(x: &[f32]) -> [f32; LANES] {
@@ -39,34 +75,57 @@ pub(crate) fn load_lanes(x: &[f32]) -> [f32; LANES] {
 
 /// Dot product of two rows of equal length.
 #[inline(always)]
-pub(crate) fn dot_body(a: &[f32], b: &[f32]) -> f32 {
+pub(crate) fn dot_body<S: Stripes>(stripes: S, a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len(), "a dot product takes rows of one length");
-    let mut acc = [0.0; LANES];
+    let mut acc = stripes.zero();
     let (a_chunks, a_tail) = a.as_chunks::<LANES>();
     let (b_chunks, b_tail) = b.as_chunks::<LANES>();
     for (a, b) in a_chunks.iter().zip(b_chunks) {
-        fma_lanes(a, b, &mut acc);
+        acc = stripes.fma(a, b, acc);
     }
     if !a_tail.is_empty() {
-        fma_lanes(&load_lanes(a_tail), &load_lanes(b_tail), &mut acc);
+        acc = stripes.fma(&load_lanes(a_tail), &load_lanes(b_tail), acc);
     }
-    tree16(&acc)
+    stripes.tree(acc)
 }
 
-/// Sum of a row.
+/// Dot products of `w` with four rows of its length, side by side to hide the latency of the additions;
+/// each is the same as [`dot_body`] alone.
 #[inline(always)]
-pub(super) fn sum_body(x: &[f32]) -> f32 {
-    let mut acc = [0.0; LANES];
-    let (chunks, tail) = x.as_chunks::<LANES>();
-    for chunk in chunks {
-        for i in 0..LANES {
-            acc[i] += chunk[i];
+pub(crate) fn four_dots_body<S: Stripes>(stripes: S, w: &[f32], rows: [&[f32]; 4]) -> [f32; 4] {
+    let (w_chunks, w_tail) = w.as_chunks::<LANES>();
+    let [a, b, c, d] = rows.map(|row| {
+        assert_eq!(w.len(), row.len(), "a dot product takes rows of one length");
+        row.as_chunks::<LANES>()
+    });
+    let mut acc = [stripes.zero(); 4];
+    for ((((w, a), b), c), d) in w_chunks.iter().zip(a.0).zip(b.0).zip(c.0).zip(d.0) {
+        acc[0] = stripes.fma(w, a, acc[0]);
+        acc[1] = stripes.fma(w, b, acc[1]);
+        acc[2] = stripes.fma(w, c, acc[2]);
+        acc[3] = stripes.fma(w, d, acc[3]);
+    }
+    if !w_tail.is_empty() {
+        let w = load_lanes(w_tail);
+        for (acc, tail) in acc.iter_mut().zip([a.1, b.1, c.1, d.1]) {
+            *acc = stripes.fma(&w, &load_lanes(tail), *acc);
         }
     }
-    for (acc, &v) in acc.iter_mut().zip(tail) {
-        *acc += v;
+    [stripes.tree(acc[0]), stripes.tree(acc[1]), stripes.tree(acc[2]), stripes.tree(acc[3])]
+}
+
+/// Sum of a row: `fma(x, 1, acc)` is an addition.
+#[inline(always)]
+pub(super) fn sum_body<S: Stripes>(stripes: S, x: &[f32]) -> f32 {
+    let mut acc = stripes.zero();
+    let (chunks, tail) = x.as_chunks::<LANES>();
+    for chunk in chunks {
+        acc = stripes.fma(chunk, &[1.0; LANES], acc);
     }
-    tree16(&acc)
+    if !tail.is_empty() {
+        acc = stripes.fma(&load_lanes(tail), &[1.0; LANES], acc);
+    }
+    stripes.tree(acc)
 }
 
 /// `y[i] = fma(a, x[i], y[i])`.
@@ -101,9 +160,9 @@ mod tests {
         for (j, &v) in x.iter().enumerate() {
             acc[j % 16] += v;
         }
-        assert_eq!(sum_body(&x).to_bits(), tree16(&acc).to_bits());
-        assert_eq!(dot_body(&x, &ones).to_bits(), tree16(&acc).to_bits());
-        assert_eq!(dot_body(&[], &[]), 0.0);
+        assert_eq!(sum_body(PlainStripes, &x).to_bits(), tree16(&acc).to_bits());
+        assert_eq!(dot_body(PlainStripes, &x, &ones).to_bits(), tree16(&acc).to_bits());
+        assert_eq!(dot_body(PlainStripes, &[], &[]), 0.0);
     }
 
     trait SinLike {
