@@ -79,7 +79,7 @@ fn payload(shards: &[Shard], span: &Span) -> Result<AlignedBuf, ContainerError> 
     Ok(buf)
 }
 
-/// Fills `buf`, which is as long as the span, in parallel pieces.
+/// Fills `buf`, which is at most as long as the span, in parallel pieces.
 fn read(shards: &[Shard], span: &Span, buf: &mut [u8]) -> Result<(), ContainerError> {
     let shard = shards.get(span.shard as usize).ok_or_else(|| {
         io_error(shards, span, std::io::Error::new(std::io::ErrorKind::NotFound, "no such shard"))
@@ -92,8 +92,9 @@ fn read(shards: &[Shard], span: &Span, buf: &mut [u8]) -> Result<(), ContainerEr
 
 /// Reads at most `limit` bytes from the start of a span.
 pub(super) fn read_start(shards: &[Shard], span: &Span, limit: u64) -> Result<Vec<u8>, ContainerError> {
-    let start = Span { bytes: span.bytes.min(limit), ..*span };
-    Ok(payload(shards, &start)?.to_vec())
+    let mut start = vec![0; span.bytes.min(limit) as usize];
+    read(shards, span, &mut start)?;
+    Ok(start)
 }
 
 fn io_error(shards: &[Shard], span: &Span, source: std::io::Error) -> ContainerError {
