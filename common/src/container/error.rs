@@ -49,12 +49,20 @@ pub enum ContainerError {
     Damaged(Vec<Problem>),
 }
 
+/// Longer lists are cut when shown; [`ContainerError::Damaged`] holds all of them.
+const SHOWN_PROBLEMS: usize = 100;
+
 fn list(problems: &[Problem]) -> String {
-    match problems {
-        [one] => one.to_string(),
-        many => {
-            let lines: Vec<String> = many.iter().map(|p| format!("  {p}")).collect();
-            format!("the model has {} problems:\n{}", many.len(), lines.join("\n"))
-        }
+    if let [one] = problems {
+        return one.to_string();
     }
+    let mut text = format!("the model has {} problems:", problems.len());
+    for problem in problems.iter().take(SHOWN_PROBLEMS) {
+        text.push_str("\n  ");
+        text.push_str(&problem.to_string());
+    }
+    if problems.len() > SHOWN_PROBLEMS {
+        text.push_str(&format!("\n  and {} more", problems.len() - SHOWN_PROBLEMS));
+    }
+    text
 }

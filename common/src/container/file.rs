@@ -34,3 +34,23 @@ impl Shard {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn open_and_reopened_shards_read_alike_and_never_short() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("shard");
+        std::fs::write(&path, b"0123456789").unwrap();
+        for file in [Some(File::open(&path).unwrap()), None] {
+            let shard = Shard::new(path.clone(), file);
+            let mut buf = [0; 4];
+            shard.read_exact_at(&mut buf, 3).unwrap();
+            assert_eq!(&buf, b"3456");
+            let error = shard.read_exact_at(&mut buf, 7).unwrap_err();
+            assert_eq!(error.kind(), std::io::ErrorKind::UnexpectedEof);
+        }
+    }
+}

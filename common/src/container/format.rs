@@ -247,4 +247,47 @@ mod tests {
         assert!(message.contains("[8, 64] with 255 bytes and 32 bytes of scales"), "{message}");
         assert!(resolve(&evidence(usize::MAX, usize::MAX, 1, 1)).is_err(), "no overflow");
     }
+
+    /// The recorded file with one tensor per format, odd widths and the ambiguous group size.
+    #[test]
+    fn the_sample_of_all_formats_decodes_to_the_recorded_digests() {
+        use crate::container::safetensors::read_header_of;
+        use crate::quant::MatrixRef;
+        use sha2::{Digest, Sha256};
+
+        let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/colibri-container/");
+        let path = std::path::PathBuf::from(format!("{dir}formats.safetensors.sample"));
+        let json = std::fs::read(format!("{dir}expected.json")).unwrap();
+        let expected: serde_json::Value = serde_json::from_slice(&json).unwrap();
+        let header = read_header_of(&path).unwrap();
+        assert_eq!(header.flaws, []);
+        let file = std::fs::read(&path).unwrap();
+        let bytes = |name: &str| {
+            let (_, info) = header.tensors.iter().find(|(n, _)| &**n == name).unwrap();
+            &file[info.begin as usize..info.end as usize]
+        };
+        let tensors = expected["formats_file"].as_object().unwrap();
+        assert_eq!(tensors.len() * 2, header.tensors.len());
+        for (name, tensor) in tensors {
+            let side = |i: usize| tensor["shape"][i].as_u64().unwrap() as usize;
+            let (rows, cols) = (side(0), side(1));
+            let (weights, scales) = (bytes(name), bytes(&format!("{name}.qs")));
+            let mut e = evidence(rows, cols, weights.len() as u64, scales.len() as u64);
+            if name == "fmt.int4-g64-ambiguous.weight" {
+                assert_eq!(resolve(&e), Ok(Verdict::Ambiguous(vec![48, 64])));
+                e.group_hint = Some(64);
+            }
+            let Ok(Verdict::Is(format)) = resolve(&e) else { panic!("{name} is not told") };
+            let scales: Vec<f32> = scales.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+            let matrix = MatrixRef::new(format, rows, cols, weights, &scales).unwrap();
+            let mut hash = Sha256::new();
+            let mut row = vec![0f32; cols];
+            for r in 0..rows {
+                matrix.decode_row(r, &mut row);
+                row.iter().for_each(|v| hash.update(v.to_le_bytes()));
+            }
+            let hex: String = hash.finalize().iter().map(|b| format!("{b:02x}")).collect();
+            assert_eq!(hex, tensor["sha256_f32le"].as_str().unwrap(), "{name} as {format}");
+        }
+    }
 }

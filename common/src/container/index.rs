@@ -102,6 +102,7 @@ impl Index {
         self.unreadable_shards += 1;
     }
 
+    /// Takes in one shard's header.
     fn add(&mut self, shard: Shard, header: Header) {
         let number = self.shards.len() as u32;
         let path = shard.path().to_owned();
@@ -112,6 +113,8 @@ impl Index {
         }
         self.add_stamps(&path, &header.metadata);
         self.tensors.reserve(header.tensors.len());
+        // Names that are already taken, by the shard that has them.
+        let mut taken_by: BTreeMap<u32, Vec<String>> = BTreeMap::new();
         for (name, info) in header.tensors {
             match self.tensors.entry(name) {
                 Entry::Vacant(free) => {
@@ -120,15 +123,14 @@ impl Index {
                 // Twice within one file is reported by the header check.
                 Entry::Occupied(taken) if taken.get().shard == number => {}
                 Entry::Occupied(taken) => {
-                    let first = self.shards.get(taken.get().shard as usize).map(|s| s.path().to_owned());
-                    let what = duplicate(&first.unwrap_or_default(), &path);
-                    self.problems.push(Problem {
-                        file: Some(path.clone()),
-                        tensor: Some(taken.key().to_string()),
-                        what,
-                    });
+                    taken_by.entry(taken.get().shard).or_default().push(taken.key().to_string());
                 }
             }
+        }
+        for (shard, names) in taken_by {
+            let first = self.shard(shard).map(|s| s.path().to_owned()).unwrap_or_default();
+            let what = duplicate(&first, &path, names.len());
+            self.problems.push(Problem { file: Some(path.clone()), tensor: names.into_iter().next(), what });
         }
     }
 
@@ -147,17 +149,17 @@ impl Index {
     }
 }
 
-/// Two shards hold the same name. The usual cause is named when the file names show it.
-fn duplicate(first: &Path, second: &Path) -> String {
+/// Two shards hold the same names. The usual cause is said when the file names show it.
+fn duplicate(first: &Path, second: &Path, names: usize) -> String {
     let is_mtp =
         |path: &Path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("out-mtp-"));
-    if is_mtp(first) && is_mtp(second) {
-        return format!(
-            "it is also in {}: two sets of MTP files (an int8 and an int4 head) lie together; keep one set and remove the other",
-            first.display()
-        );
-    }
-    format!("it is also in {}; remove the file that does not belong to this model", first.display())
+    let others = if names > 1 { format!(" (and {} more tensors)", names - 1) } else { String::new() };
+    let remedy = if is_mtp(first) && is_mtp(second) {
+        "two sets of MTP files (an int8 and an int4 head) lie together, keep one set and remove the other"
+    } else {
+        "remove the file that does not belong to this model"
+    };
+    format!("it{others} is also in {}; {remedy}", first.display())
 }
 
 fn open_shard(path: PathBuf, keep_open: bool) -> (Shard, std::io::Result<Header>) {

@@ -140,12 +140,23 @@ impl Flaw {
 /// # Errors
 /// The operating system's; everything wrong with the content is in [`Header::flaws`].
 pub fn read_header(file: &File, size: u64) -> std::io::Result<Header> {
+    read_header_with(size, |buf, offset| read_exact_at(file, buf, offset))
+}
+
+/// As [`read_header`], for anything that can fill a buffer from an offset.
+///
+/// # Errors
+/// Those of `read`.
+pub fn read_header_with(
+    size: u64,
+    read: impl Fn(&mut [u8], u64) -> std::io::Result<()>,
+) -> std::io::Result<Header> {
     let unusable = |what: String| Ok(Header { flaws: vec![Flaw::file(what)], ..Header::default() });
     if size < LENGTH_BYTES {
         return unusable(format!("it has {size} bytes, too few for a safetensors file; download it again"));
     }
     let mut length = [0; LENGTH_BYTES as usize];
-    read_exact_at(file, &mut length, 0)?;
+    read(&mut length, 0)?;
     let header_len = u64::from_le_bytes(length);
     if header_len > size - LENGTH_BYTES || header_len > MAX_HEADER_BYTES {
         return unusable(format!(
@@ -153,7 +164,7 @@ pub fn read_header(file: &File, size: u64) -> std::io::Result<Header> {
         ));
     }
     let mut json = vec![0; header_len as usize];
-    read_exact_at(file, &mut json, LENGTH_BYTES)?;
+    read(&mut json, LENGTH_BYTES)?;
     Ok(parse_header(&json, size - LENGTH_BYTES - header_len))
 }
 
@@ -291,5 +302,67 @@ impl<'de> Visitor<'de> for HeaderVisitor {
             }
         }
         Ok(raw)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(json: &str, data_len: u64) -> Header {
+        parse_header(json.as_bytes(), data_len)
+    }
+
+    #[test]
+    fn entries_become_places_in_the_file() {
+        let json = r#"{"__metadata__":{"a":"b"},
+            "w":{"dtype":"BF16","shape":[2,3],"data_offsets":[4,16]},
+            "empty":{"dtype":"F32","shape":[0],"data_offsets":[4,4]},
+            "scalar":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}  "#;
+        let header = parse(json, 16);
+        assert_eq!(header.flaws, []);
+        assert_eq!(header.metadata["a"], "b");
+        let start = 8 + json.len() as u64;
+        let places: Vec<_> =
+            header.tensors.iter().map(|(n, t)| (&**n, t.begin - start, t.end - start)).collect();
+        assert_eq!(places, [("empty", 4, 4), ("scalar", 0, 4), ("w", 4, 16)]);
+        assert_eq!(header.tensors[2].1.dtype, Dtype::Bf16);
+    }
+
+    #[test]
+    fn every_dtype_keeps_its_name() {
+        for name in ["U8", "I8", "F16", "BF16", "F32", "F8_E4M3", "F8_E8M0", "I32", "I64", "BOOL", "F4"] {
+            assert_eq!(Dtype::parse(name).name(), name);
+        }
+        assert_eq!(Dtype::parse("F64").bytes(), Some(8));
+        assert_eq!(Dtype::parse("F4").bytes(), None);
+    }
+
+    #[test]
+    fn malformed_entries_are_flaws() {
+        for json in [
+            "",
+            "null",
+            "[1]",
+            "{} {}",
+            r#"{"a":1}"#,
+            r#"{"a":{"dtype":"U8","shape":[1]}}"#,
+            r#"{"a":{"dtype":"U8","shape":[-1],"data_offsets":[0,1]}}"#,
+            r#"{"a":{"dtype":"U8","shape":[1.5],"data_offsets":[0,1]}}"#,
+            r#"{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1,2]}}"#,
+            r#"{"a":{"dtype":"U8","dtype":"F32","shape":[1],"data_offsets":[0,1]}}"#,
+            r#"{"__metadata__":{"a":1}}"#,
+            r#"{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,18446744073709551616]}}"#,
+        ] {
+            let header = parse(json, 100);
+            assert_eq!(header.flaws.len(), 1, "{json}");
+            assert!(header.tensors.is_empty(), "{json}");
+        }
+    }
+
+    #[test]
+    fn the_bad_entry_is_named_even_when_the_json_is_odd() {
+        let header = parse(r#"{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,"x"]}}"#, 1);
+        assert!(header.flaws[0].what.contains("a: invalid type"), "{:?}", header.flaws);
     }
 }

@@ -161,3 +161,55 @@ pub(crate) fn header_json(
 fn invalid(what: &str) -> Error {
     Error::new(ErrorKind::InvalidInput, what)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::container::safetensors::read_header_of;
+
+    fn tensors() -> Vec<TensorHeader> {
+        let tensor = |name: &str, dtype, shape: &[u64]| TensorHeader {
+            name: name.into(),
+            dtype,
+            shape: shape.to_vec(),
+        };
+        vec![tensor("b", Dtype::F32, &[2]), tensor("a", Dtype::U8, &[3]), tensor("c", Dtype::Bf16, &[1, 2])]
+    }
+
+    #[test]
+    fn a_written_file_reads_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out.safetensors");
+        let mut writer = SafetensorsWriter::create(&path, &tensors(), &[("made", "here")]).unwrap();
+        writer.write(&[1; 10]).unwrap();
+        assert!(!path.exists(), "nothing is visible before it is complete");
+        writer.write(&[2; 5]).unwrap();
+        writer.finish().unwrap();
+        let header = read_header_of(&path).unwrap();
+        assert_eq!(header.flaws, []);
+        assert_eq!(header.metadata["made"], "here");
+        let bytes = std::fs::read(&path).unwrap();
+        let data = |name: &str| {
+            let (_, info) = header.tensors.iter().find(|(n, _)| &**n == name).unwrap();
+            bytes[info.begin as usize..info.end as usize].to_vec()
+        };
+        assert_eq!((data("b"), data("a"), data("c")), (vec![1; 8], vec![1, 1, 2], vec![2; 4]));
+        assert_eq!(header.tensors[1].1.begin % 8, 0, "the data starts aligned");
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "no partial file is left");
+    }
+
+    #[test]
+    fn a_failed_write_leaves_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out.safetensors");
+        let mut writer = SafetensorsWriter::create(&path, &tensors(), &[]).unwrap();
+        assert!(writer.write(&[0; 16]).is_err(), "one byte too many");
+        assert!(writer.finish().is_err(), "data is missing");
+        let mut twice = tensors();
+        twice.push(twice[0].clone());
+        assert!(SafetensorsWriter::create(&path, &twice, &[]).is_err());
+        twice[3] = TensorHeader { name: "d".into(), dtype: Dtype::F32, shape: vec![1 << 62, 8] };
+        assert!(SafetensorsWriter::create(&path, &twice, &[]).is_err());
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+}

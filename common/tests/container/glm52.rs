@@ -1,12 +1,11 @@
 //! A container of GLM-5.2's size, made of headers only: exact byte sums and the time to open it.
 
-mod support;
-
 use std::time::Instant;
 
 use shimmer_common::container::ByteSums;
 use shimmer_common::experts::ExpertId;
-use support::{Width, glm_5_2, glm_container, open, write_container};
+
+use crate::support::{Width, glm_5_2, glm_container, open, write_container};
 
 /// docs/formats.md §6.3, per layer and in total.
 struct Table {

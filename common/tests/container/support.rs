@@ -1,8 +1,6 @@
 //! Helpers of the container tests: copies of the test data that can be damaged, and models made of
 //! headers only. They know the file format independently of the reader.
 
-#![allow(dead_code, reason = "every test binary uses its own part")]
-
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
@@ -115,10 +113,7 @@ pub fn quantised(name: String, rows: u64, cols: u64, width: Width) -> [Stored; 2
         Width::Int4Group(group) => (rows * cols.div_ceil(2), rows * cols.div_ceil(group)),
     };
     let qs = format!("{name}.qs");
-    [
-        Stored { name, dtype: "U8", shape: vec![bytes] },
-        Stored { name: qs, dtype: "F32", shape: vec![scales] },
-    ]
+    [Stored { name, dtype: "U8", shape: vec![bytes] }, Stored { name: qs, dtype: "F32", shape: vec![scales] }]
 }
 
 /// The tensors of a `glm_moe_dsa` container, by layer: globals first, then layer 0, ….

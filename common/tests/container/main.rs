@@ -1,0 +1,10 @@
+//! Tests of the model reader against the recorded models, damaged copies of them, and models of
+//! GLM-5.2's size made of headers only.
+
+mod config;
+mod damage;
+mod experts;
+mod glm52;
+mod mutations;
+mod open;
+mod support;
