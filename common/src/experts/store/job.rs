@@ -7,7 +7,7 @@ use rayon::prelude::*;
 
 use super::super::{ExpertError, ExpertId, ExpertSource, ExpertSpec, ExpertWork};
 use super::cache::Record;
-use crate::ffn::expert_ffn;
+use crate::ffn::{dense_ffn, expert_ffn};
 use crate::fixed::FixedRows;
 use crate::kernels::{Activations, Kernels};
 use crate::profile::NumericProfile;
@@ -15,6 +15,10 @@ use crate::profile::NumericProfile;
 /// Record bytes times rows below which an expert is not worth a task of its own (some 20 µs of work,
 /// a few times what waking a thread costs).
 const MIN_TASK_COST: usize = 256 << 10;
+
+/// Records at least this large are worth all threads together where there are fewer experts than
+/// threads: a node that owns two of a token's experts would otherwise use two cores.
+const MIN_SPREAD_BYTES: usize = 1 << 20;
 
 /// One expert of a call.
 pub(super) struct Item<'a> {
@@ -86,9 +90,11 @@ impl<'a> Job<'a> {
 
     /// Computes the given items in parallel, small ones several to a task.
     pub(super) fn compute(&self, ready: &[(usize, Record)]) -> Result<(), ExpertError> {
+        let few = ready.len() < rayon::current_num_threads();
         let run = |task: &[(usize, Record)]| {
-            self.sums
-                .with(|sums| task.iter().try_for_each(|(item, record)| self.compute_one(*item, record, sums)))
+            self.sums.with(|sums| {
+                task.iter().try_for_each(|(item, record)| self.compute_one(*item, record, few, sums))
+            })
         };
         match self.tasks(ready).as_slice() {
             [only] => run(only),
@@ -116,7 +122,15 @@ impl<'a> Job<'a> {
         tasks
     }
 
-    fn compute_one(&self, item: usize, record: &Record, sums: &mut FixedRows) -> Result<(), ExpertError> {
+    /// Adds one expert's output to `sums`; on all threads when there are `few` experts, on this one
+    /// otherwise. Every operator is row-independent (rule N6), so the bits are the same.
+    fn compute_one(
+        &self,
+        item: usize,
+        record: &Record,
+        few: bool,
+        sums: &mut FixedRows,
+    ) -> Result<(), ExpertError> {
         let Item { id, spec, record_bytes, work } = &self.items[item];
         let ffn = record.get(..*record_bytes).and_then(|bytes| spec.view(bytes)).ok_or_else(|| {
             ExpertError::Damaged {
@@ -125,8 +139,15 @@ impl<'a> Job<'a> {
                 what: "the record does not fit its layout".into(),
             }
         })?;
-        expert_ffn(self.kernels, ffn, &self.x, &work.rows, sums)
-            .map_err(|source| ExpertError::Compute { id: *id, source })
+        let added = match work.rows.as_slice() {
+            [only] if few && self.x.rows() == 1 && *record_bytes >= MIN_SPREAD_BYTES => {
+                let mut y = vec![0.0; self.x.cols()];
+                dense_ffn(self.kernels, ffn, &self.x, &mut y)
+                    .and_then(|()| Ok(sums.add_weighted(only.row as usize, only.gate, &y)?))
+            }
+            rows => expert_ffn(self.kernels, ffn, &self.x, rows, sums),
+        };
+        added.map_err(|source| ExpertError::Compute { id: *id, source })
     }
 
     /// The sums of everything computed.

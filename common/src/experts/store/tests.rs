@@ -63,6 +63,18 @@ fn every_budget_gives_the_same_bits() {
 }
 
 #[test]
+fn a_large_expert_spread_over_all_threads_gives_the_same_bits() {
+    let source = Arc::new(MemorySource::new(3, HIDDEN, 6000));
+    let record_bytes = source.layout.max_record_bytes();
+    assert!(record_bytes > 1 << 20, "{record_bytes} bytes would not be spread");
+    let x = Activations::from_f32(noise(4, HIDDEN), HIDDEN).quantized();
+    let batch = RoutedBatch::from_routes(1, x, &[0, 1, 2], &[0.5, -0.25, 1.5], 3);
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(4).build().unwrap();
+    let sums = pool.install(|| store(&source, 3).compute(&batch, &mut || {})).unwrap();
+    assert!(sums == reference(&source, &batch));
+}
+
+#[test]
 fn a_store_that_holds_everything_reads_everything_once() {
     let source = source();
     let store = store(&source, 2 * EXPERTS);
