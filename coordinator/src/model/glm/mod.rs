@@ -211,3 +211,41 @@ impl LanguageModel for Glm {
         seq.truncate(len);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::tests::{container, load_glm};
+    use crate::model::weights::FloatRows;
+
+    #[test]
+    fn weights_decoded_when_used_give_the_same_bits_as_weights_decoded_once() {
+        for case in ["tiny-mtp-fp8", "colibri-container"] {
+            let decoded = load_glm(case, None);
+            let mut stored = load_glm(case, None);
+            for layer in &mut stored.weights.layers {
+                let name = format!("model.layers.{}.self_attn.kv_b_proj.weight", layer.index);
+                layer.self_attn.kv_b_proj = FloatRows::Stored(container(case).load_matrix(&name).unwrap());
+            }
+            let run = |model: &Glm| {
+                assert_eq!(
+                    matches!(model.weights.layers[0].self_attn.kv_b_proj, FloatRows::Stored(_)),
+                    std::ptr::eq(model, &stored)
+                );
+                model.forward(&mut model.new_sequence(false), &[1, 2, 3, 4, 5], None).unwrap()
+            };
+            assert!(run(&decoded) == run(&stored), "{case}");
+        }
+    }
+
+    #[test]
+    fn not_a_number_ends_in_an_error_and_not_in_a_panic() {
+        let mut model = load_glm("tiny-sparse", None);
+        model.weights.layers[0].input_layernorm[1] = f32::NAN;
+        let mut seq = model.new_sequence(false);
+        let error = model.forward(&mut seq, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], None).unwrap_err();
+        assert!(error.to_string().contains("not finite"), "{error}");
+        assert_eq!((seq.len(), seq.layers[0].len()), (0, 0));
+        assert!(model.logits(&Rows { data: vec![f32::NAN; 64], width: 64 }).data[0].is_nan());
+    }
+}

@@ -7,6 +7,7 @@ mod drafts;
 mod errors;
 mod oracle;
 mod sample;
+mod variants;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -32,7 +33,7 @@ fn data(case: &str) -> PathBuf {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data")).join(case)
 }
 
-fn container(case: &str) -> Container {
+pub(super) fn container(case: &str) -> Container {
     Container::open(&[data(case)]).unwrap()
 }
 
@@ -41,10 +42,14 @@ fn local_experts(container: &Container, kernels: Kernels) -> Arc<dyn ExpertCompu
     Arc::new(store.unwrap())
 }
 
-fn load_with(case: &str, kernels: Kernels) -> Arc<dyn LanguageModel> {
-    let container = container(case);
+fn load_dir(dir: &Path, kernels: Kernels) -> Arc<dyn LanguageModel> {
+    let container = Container::open(&[dir.to_owned()]).unwrap();
     let experts = local_experts(&container, kernels);
     super::load(&container, kernels, experts, &mut |_, _| {}).unwrap()
+}
+
+fn load_with(case: &str, kernels: Kernels) -> Arc<dyn LanguageModel> {
+    load_dir(&data(case), kernels)
 }
 
 fn load(case: &str) -> Arc<dyn LanguageModel> {
@@ -52,7 +57,7 @@ fn load(case: &str) -> Arc<dyn LanguageModel> {
 }
 
 /// A GLM model with its insides, for tests of what the trait does not show.
-fn load_glm(case: &str, experts: Option<Arc<dyn ExpertCompute>>) -> Glm {
+pub(super) fn load_glm(case: &str, experts: Option<Arc<dyn ExpertCompute>>) -> Glm {
     let container = container(case);
     let kernels = Kernels::best();
     let experts = experts.unwrap_or_else(|| local_experts(&container, kernels));
