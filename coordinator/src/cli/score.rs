@@ -1,6 +1,7 @@
 //! `shimmer score`: teacher-forced logits, perplexity and intermediate values.
 
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -12,7 +13,9 @@ use super::model_args::ModelArgs;
 use super::open::{self, Loaded};
 use super::output;
 use super::tensor_file::{self, Tensor};
-use crate::model::{Rows, Trace, TraceTensor};
+use crate::decode::DraftPolicy;
+use crate::decode::score::{Score, ScoreOptions, score};
+use crate::model::{Rows, TraceLevel, TraceTensor};
 
 /// Index score written for positions a row cannot see.
 const NOT_VISIBLE: f32 = -1e30;
@@ -25,7 +28,9 @@ const NOT_VISIBLE: f32 = -1e30;
 
 FILE.json holds a list of token ids or a list of such lists. One sequence gives the tensor `logits`
 [T, vocabulary], several give `0.logits`, `1.logits`, …; --trace adds hidden.L, router_ids.L, router_weights.L,
-index_topk.L and mtp_logits under the same prefixes. Equal input gives equal bytes on every topology.")]
+index_topk.L and mtp_logits under the same prefixes. Equal input gives equal bytes on every topology, with every
+--prefill-chunk, and with --draft N, which makes the ids go through draft-and-verify rounds as in a generation
+(auto and off: plain chunks).")]
 pub struct ScoreArgs {
     #[command(flatten)]
     model: ModelArgs,
@@ -61,60 +66,60 @@ pub fn run(args: &ScoreArgs) -> Result<(), CliError> {
     let total: usize = sequences.iter().map(Vec::len).sum();
     let bar = output::count_bar("scoring", total as u64);
     let mut tensors = BTreeMap::new();
-    let mut nll = Nll::default();
+    let options = ScoreOptions {
+        prefill_chunk: model_args.limits.prefill_chunk,
+        drafts: match model_args.limits.draft.0 {
+            DraftPolicy::Fixed(drafts) => drafts,
+            DraftPolicy::Auto | DraftPolicy::Off => 0,
+        },
+        trace: args.trace.then_some(TraceLevel::Score),
+    };
+    let mut sum = Score::default();
     for (index, ids) in sequences.iter().enumerate() {
         let prefix = if sequences.len() == 1 { String::new() } else { format!("{index}.") };
-        let chunk = model_args.limits.prefill_chunk;
-        let scored = loaded
-            .pool
-            .install(|| score(&loaded, ids, chunk, args.trace, &interrupt, &mut |n| bar.inc(n)))?;
-        nll.add(&scored.logits, ids);
+        let progress = &mut |rows| bar.inc(rows);
+        let scored = loaded.pool.install(|| score_sequence(&loaded, ids, options, &interrupt, progress))?;
+        sum.add(&scored.score);
         scored.into_tensors(&prefix, &mut tensors);
     }
     bar.finish_and_clear();
     tensor_file::write(&args.out, &tensors)?;
-    report(args, &nll, &loaded, sequences.len(), total)
+    report(args, &sum, &loaded, sequences.len())
 }
 
-fn report(
-    args: &ScoreArgs,
-    nll: &Nll,
-    loaded: &Loaded,
-    sequences: usize,
-    tokens: usize,
-) -> Result<(), CliError> {
+fn report(args: &ScoreArgs, sum: &Score, loaded: &Loaded, sequences: usize) -> Result<(), CliError> {
     if args.json {
         return output::emit_json(&json!({
             "sequences": sequences,
-            "tokens": tokens,
-            "predicted": nll.count,
-            "mean_nll": nll.mean(),
-            "perplexity": nll.mean().map(f64::exp),
+            "tokens": sum.rows,
+            "predicted": sum.scored,
+            "mean_nll": sum.mean_nll(),
+            "perplexity": sum.perplexity(),
+            "drafts": { "proposed": sum.drafted, "accepted": sum.accepted },
             "out": args.out,
             "experts": loaded.served(),
         }));
     }
-    match nll.mean() {
-        Some(mean) => output::emit(&format!(
-            "mean negative log-likelihood {mean:.6} nats over {} predicted tokens, perplexity {:.4}\n",
-            nll.count,
-            mean.exp()
+    match (sum.mean_nll(), sum.perplexity()) {
+        (Some(mean), Some(perplexity)) => output::emit(&format!(
+            "mean negative log-likelihood {mean:.6} nats over {} predicted tokens, perplexity {perplexity:.4}\n",
+            sum.scored,
         )),
-        None => output::emit("no token has a successor, so there is no likelihood\n"),
+        _ => output::emit("no token has a successor, so there is no likelihood\n"),
     }
 }
 
 /// What one sequence gives.
 struct Scored {
     logits: Rows,
-    trace: Option<Trace>,
+    score: Score,
 }
 
 impl Scored {
     fn into_tensors(self, prefix: &str, out: &mut BTreeMap<String, Tensor>) {
         let logits = Tensor::F32 { width: self.logits.width, data: self.logits.data };
         out.insert(format!("{prefix}logits"), logits);
-        for (name, tensor) in self.trace.map(|t| t.tensors).into_iter().flatten() {
+        for (name, tensor) in self.score.trace.map(|t| t.tensors).into_iter().flatten() {
             let tensor = match tensor {
                 TraceTensor::F32 { width, data } => Tensor::F32 { width, data },
                 TraceTensor::I32 { rows } => Tensor::I32 { rows },
@@ -135,55 +140,24 @@ fn square(rows: Vec<Vec<f32>>) -> Tensor {
     Tensor::F32 { width, data: padded.collect() }
 }
 
-fn score(
+fn score_sequence(
     loaded: &Loaded,
     ids: &[u32],
-    chunk: usize,
-    trace: bool,
+    options: ScoreOptions,
     interrupt: &Interrupt,
     progress: &mut dyn FnMut(u64),
 ) -> Result<Scored, CliError> {
-    let model = &loaded.model;
-    let with_mtp = trace && model.info().has_mtp;
-    let mut sequence = model.new_sequence(with_mtp);
+    let model = loaded.model.as_ref();
     let mut logits = Rows { data: Vec::new(), width: model.info().vocab_size };
-    let mut record = trace.then(Trace::default);
-    for rows in ids.chunks(chunk.max(1)) {
-        if interrupt.requested() {
-            return Err(CliError::Interrupted);
-        }
-        let hidden = model.forward(&mut sequence, rows, record.as_mut())?;
-        logits.data.extend_from_slice(&model.logits(&hidden).data);
-        if with_mtp {
-            model.extend_mtp(&mut sequence, None, record.as_mut())?;
-        }
-        progress(rows.len() as u64);
+    let score = score(model, ids, options, &mut |rows| {
+        logits.data.extend_from_slice(&rows.data);
+        progress(rows.rows() as u64);
+        if interrupt.requested() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    })?;
+    if score.rows < ids.len() {
+        return Err(CliError::Interrupted);
     }
-    Ok(Scored { logits, trace: record })
-}
-
-/// Sum of negative log-likelihoods, in f64.
-#[derive(Default)]
-struct Nll {
-    sum: f64,
-    count: usize,
-}
-
-impl Nll {
-    fn add(&mut self, logits: &Rows, ids: &[u32]) {
-        for (row, &next) in ids.iter().skip(1).enumerate() {
-            let row = logits.row(row);
-            let Some(&target) = row.get(next as usize) else { continue };
-            let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let sum: f64 = row.iter().map(|&v| f64::from(v - max).exp()).sum();
-            self.sum += sum.ln() - f64::from(target - max);
-            self.count += 1;
-        }
-    }
-
-    fn mean(&self) -> Option<f64> {
-        (self.count > 0).then(|| self.sum / self.count as f64)
-    }
+    Ok(Scored { logits, score })
 }
 
 /// Reads a list of ids or a list of lists.
@@ -270,13 +244,5 @@ mod tests {
             let error = parse_ids(&value).unwrap_err();
             assert!(error.contains(word), "{error}");
         }
-    }
-
-    #[test]
-    fn likelihood_of_uniform_logits_is_log_vocab() {
-        let mut nll = Nll::default();
-        nll.add(&Rows { data: vec![0.5; 12], width: 4 }, &[1, 2, 3]);
-        assert_eq!(nll.count, 2);
-        assert!((nll.mean().unwrap() - 4f64.ln()).abs() < 1e-12);
     }
 }

@@ -54,4 +54,6 @@ impl Engine {
 #[cfg(test)]
 mod fake;
 #[cfg(test)]
+mod real_tests;
+#[cfg(test)]
 mod tests;

@@ -122,7 +122,7 @@ pub struct GenerateStats {
     pub rounds: usize,
     /// Drafted tokens.
     pub drafted: usize,
-    /// Accepted drafts.
+    /// Drafts that verification accepted, including those of the last round that lie past the answer's end.
     pub accepted: usize,
     /// Seconds of prefill.
     pub prefill_s: f64,

@@ -174,14 +174,18 @@ fn decode(
         let mut accepted = 0;
         let mut finish = None;
         loop {
-            next = draw(logits.row(accepted), &request.sampling, first_position + accepted)?;
+            next = match draw(logits.row(accepted), &request.sampling, first_position + accepted) {
+                Ok(token) => token,
+                // Past the end of the answer only the count of accepted drafts is at stake.
+                Err(_) if finish.is_some() => break,
+                Err(error) => return Err(error),
+            };
             if drafts.get(accepted) != Some(&next) {
                 break;
             }
             accepted += 1;
-            finish = answer.push(next, on_event);
-            if finish.is_some() {
-                break;
+            if finish.is_none() {
+                finish = answer.push(next, on_event);
             }
         }
         stats.accepted += accepted;
