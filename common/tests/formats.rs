@@ -1,5 +1,7 @@
 //! Every storage format against the recorded values of the sample container.
 
+#![allow(clippy::unwrap_used, reason = "test helpers")]
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 

@@ -1,6 +1,8 @@
 //! Every instruction set of this machine gives the bits of the portable kernels, for every format and any
 //! shape, and a row's bits do not depend on its batch.
 
+#![allow(clippy::unwrap_used, reason = "test helpers")]
+
 use proptest::prelude::*;
 use shimmer_common::kernels::{Activations, Isa, Kernels, QuantRows};
 use shimmer_common::math;
@@ -140,6 +142,7 @@ proptest! {
         let mut want = vec![0.0; batch * rows];
         portable.matmul(w.view(), &x, &mut want).unwrap();
         prop_assert!(want.iter().all(|v| v.is_finite()));
+        prop_assert_eq!(bits(&want[..rows]), bits(&by_definition(w.view(), &x)), "{}", format);
         for kernels in all_kernels() {
             let mut got = vec![0.0; batch * rows];
             kernels.matmul(w.view(), &x, &mut got).unwrap();
@@ -205,6 +208,57 @@ proptest! {
             prop_assert_eq!(&results[0][..3], &[bits(&sigmoid), bits(&silu_mul), bits(&axpy)][..]);
         }
     }
+}
+
+/// The first activation row times the matrix, written down from rules N2 and N3 without regard to speed.
+fn by_definition(w: MatrixRef<'_>, x: &Activations) -> Vec<f32> {
+    let row = |row| match w.format.is_integer() {
+        true => integer_row(w, row, x.quant().unwrap()),
+        false => float_row(w, row, x.floats().unwrap()),
+    };
+    (0..w.rows).map(row).collect()
+}
+
+fn integer_row(w: MatrixRef<'_>, row: usize, x: &QuantRows) -> f32 {
+    let ones = vec![1.0; w.scales.len()];
+    let mut integers = vec![0.0; w.cols];
+    MatrixRef { scales: &ones, ..w }.decode_row(row, &mut integers);
+    let scales = w.row_scales(row);
+    let stripe_cols = if matches!(w.format, Format::Int4Row | Format::Int4Grouped { .. }) { 8 } else { 4 };
+    let mut acc = [0.0f32; 16];
+    for stripe in 0..w.cols.div_ceil(stripe_cols) {
+        let first = stripe * stripe_cols;
+        let cols = first..w.cols.min(first + stripe_cols);
+        let sum: i32 = cols.map(|c| integers[c] as i32 * i32::from(x.values()[c])).sum();
+        let x_scale = x.scales()[first / 64];
+        let scale = match w.format {
+            Format::Int4Grouped { group } => scales[first / group as usize] * x_scale,
+            Format::Int3G64 => scales[first / 64] * x_scale,
+            _ => x_scale,
+        };
+        acc[stripe % 16] = (sum as f32).mul_add(scale, acc[stripe % 16]);
+    }
+    let scaled_by_row = matches!(w.format, Format::Int8Row | Format::Int4Row | Format::Int2Row);
+    if scaled_by_row { tree(acc) * scales[0] } else { tree(acc) }
+}
+
+fn float_row(w: MatrixRef<'_>, row: usize, x: &[f32]) -> f32 {
+    let mut weights = vec![0.0; w.cols];
+    w.decode_row(row, &mut weights);
+    let mut acc = [0.0f32; 16];
+    for (j, (&w, &x)) in weights.iter().zip(x).enumerate() {
+        acc[j % 16] = w.mul_add(x, acc[j % 16]);
+    }
+    tree(acc)
+}
+
+fn tree(mut acc: [f32; 16]) -> f32 {
+    for half in [8, 4, 2, 1] {
+        for i in 0..half {
+            acc[i] += acc[i + half];
+        }
+    }
+    acc[0]
 }
 
 /// The activations as the kernels see them.

@@ -55,6 +55,7 @@ pub(super) struct QuantRow<'a> {
     /// `[pairs, 16]`, zero-padded.
     pub(super) nibble_offsets: &'a [i32],
     /// `[groups, 16]`.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only AVX-512 takes unsigned bytes"))]
     pub(super) byte_offsets: &'a [i32],
 }
 
@@ -193,7 +194,7 @@ pub struct Activations {
 impl Activations {
     /// f32 rows; quantised on demand for integer matrices by [`Activations::quantized`].
     pub fn from_f32(x: Vec<f32>, cols: usize) -> Self {
-        let rows = if cols == 0 { 0 } else { x.len() / cols };
+        let rows = x.len().checked_div(cols).unwrap_or(0);
         Self { rows, cols, floats: Some(x), quant: None }
     }
 

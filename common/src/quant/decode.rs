@@ -37,9 +37,8 @@ impl ChunkDecoder<64> for F32 {
     #[inline(always)]
     fn decode(self, bytes: &[u8; 64], _index: usize) -> [f32; LANES] {
         let mut out = [0.0; LANES];
-        for i in 0..LANES {
-            let k = 4 * i;
-            out[i] = f32::from_le_bytes([bytes[k], bytes[k + 1], bytes[k + 2], bytes[k + 3]]);
+        for (out, bytes) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
+            *out = f32::from_le_bytes(*bytes);
         }
         out
     }
@@ -199,7 +198,7 @@ static CRUMBS: [[i8; 4]; 256] = {
     let mut table = [[0; 4]; 256];
     let mut i = 0;
     while i < 4 * 256 {
-        table[i / 4][i % 4] = (i / 4 >> (2 * (i % 4)) & 3) as i8;
+        table[i / 4][i % 4] = (((i / 4) >> (2 * (i % 4))) & 3) as i8;
         i += 1;
     }
     table
@@ -210,7 +209,7 @@ static FOURS: [[i8; 8]; 256] = {
     let mut table = [[0; 8]; 256];
     let mut i = 0;
     while i < 8 * 256 {
-        table[i / 8][i % 8] = (4 * (i / 8 >> (i % 8) & 1)) as i8;
+        table[i / 8][i % 8] = (4 * (((i / 8) >> (i % 8)) & 1)) as i8;
         i += 1;
     }
     table
