@@ -62,9 +62,9 @@ fn by_counts(e: &Evidence<'_>) -> Result<Verdict, String> {
     let weights = |per_row: u64| rows.checked_mul(per_row) == Some(e.weight_bytes);
     let scales = |count: u64| count.checked_mul(4) == Some(e.scale_bytes);
     let per_row = scales(rows);
-    let blocks = rows.div_ceil(128) * cols.div_ceil(128);
+    let blocks = rows.div_ceil(128).saturating_mul(cols.div_ceil(128));
 
-    if e.scale_bytes == 4 && weights(cols.div_ceil(256) * 98) {
+    if e.scale_bytes == 4 && weights(cols.div_ceil(256).saturating_mul(98)) {
         return Err(unsupported("e8-iq3-lattice"));
     }
     if weights(cols) {
@@ -90,7 +90,7 @@ fn by_counts(e: &Evidence<'_>) -> Result<Verdict, String> {
     if weights(cols.div_ceil(4)) && per_row {
         return Ok(Verdict::Is(Format::Int2Row));
     }
-    if weights(cols.div_ceil(64) * 24) && scales(rows * cols.div_ceil(64)) {
+    if weights(cols.div_ceil(64).saturating_mul(24)) && scales(rows.saturating_mul(cols.div_ceil(64))) {
         return Ok(Verdict::Is(Format::Int3G64));
     }
     let entropy_coded = per_row && e.weight_bytes < rows.saturating_mul(cols.div_ceil(2));

@@ -11,10 +11,28 @@ use crate::quant::{Format, Matrix};
 /// Large payloads are read in pieces of this size, several at once: drives gain from depth.
 const CHUNK_BYTES: usize = 8 << 20;
 
+/// Values checked at once: whole blocks are tested without branches, only a bad one is searched.
+const BLOCK: usize = 1024;
+
 /// What is wrong with some scales, if anything: they must be finite and not negative.
 pub(crate) fn scale_flaw(scales: &[f32]) -> Option<String> {
-    let (index, scale) = scales.iter().enumerate().find(|(_, s)| !s.is_finite() || **s < 0.0)?;
-    Some(format!("scale {index} is {scale}; scales must be finite and not negative"))
+    stored_scale_flaw(bytemuck::cast_slice(scales))
+}
+
+/// As [`scale_flaw`], for scales as stored: little-endian, at any alignment.
+pub(crate) fn stored_scale_flaw(scales: &[u8]) -> Option<String> {
+    let good = |scale: f32| (0.0..=f32::MAX).contains(&scale);
+    let (scales, _) = scales.as_chunks::<4>();
+    for (block, values) in scales.chunks(BLOCK).enumerate() {
+        if !values.iter().fold(true, |ok, bytes| ok & good(f32::from_le_bytes(*bytes))) {
+            let bad =
+                values.iter().map(|bytes| f32::from_le_bytes(*bytes)).enumerate().find(|(_, s)| !good(*s));
+            let (index, scale) = bad.unwrap_or((0, f32::NAN));
+            let index = block * BLOCK + index;
+            return Some(format!("scale {index} is {scale}; scales must be finite and not negative"));
+        }
+    }
+    None
 }
 
 /// What is wrong with a weight payload, if anything: fp8 (e4m3fn) has NaN codes, which are refused.
@@ -22,8 +40,14 @@ pub(crate) fn weight_flaw(format: Format, weights: &[u8]) -> Option<String> {
     if format != Format::Fp8Block {
         return None;
     }
-    let index = weights.iter().position(|byte| byte & 0x7f == 0x7f)?;
-    Some(format!("byte {index} is an fp8 NaN; weights must be numbers"))
+    let nan = |byte: u8| byte & 0x7f == 0x7f;
+    for (block, bytes) in weights.chunks(BLOCK).enumerate() {
+        if bytes.iter().fold(false, |found, &byte| found | nan(byte)) {
+            let index = block * BLOCK + bytes.iter().position(|&byte| nan(byte)).unwrap_or(0);
+            return Some(format!("byte {index} is an fp8 NaN; weights must be numbers"));
+        }
+    }
+    None
 }
 
 /// Reads one matrix; `name` is for messages.
@@ -105,4 +129,40 @@ fn io_error(shards: &[Shard], span: &Span, source: std::io::Error) -> ContainerE
 fn damaged(shards: &[Shard], span: &Span, tensor: &str, what: String) -> ContainerError {
     let file = shards.get(span.shard as usize).map(|s| s.path().to_owned());
     ContainerError::Damaged(vec![Problem { file, tensor: Some(tensor.to_owned()), what }])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bad_scales_are_found_wherever_they_are() {
+        let mut scales = vec![0.25f32; 3000];
+        scales[7] = 0.0;
+        scales[8] = -0.0;
+        assert_eq!(scale_flaw(&scales), None);
+        for (index, bad) in [(0, f32::NAN), (1023, -1e-30), (1024, f32::INFINITY), (2999, f32::NEG_INFINITY)]
+        {
+            let mut scales = scales.clone();
+            scales[index] = bad;
+            let flaw = scale_flaw(&scales).unwrap();
+            assert!(flaw.starts_with(&format!("scale {index} is {bad};")), "{flaw}");
+        }
+    }
+
+    #[test]
+    fn fp8_nans_are_found_and_other_formats_have_none() {
+        let mut weights = vec![0x7e; 2500];
+        assert_eq!(weight_flaw(Format::Fp8Block, &weights), None);
+        weights[2100] = 0xff;
+        assert!(weight_flaw(Format::Fp8Block, &weights).unwrap().starts_with("byte 2100 is"));
+        assert_eq!(weight_flaw(Format::Int8Row, &weights), None);
+    }
+
+    #[test]
+    fn float_payloads_decode_exactly() {
+        assert_eq!(floats(Format::F32, &1.5f32.to_le_bytes()), [1.5]);
+        assert_eq!(floats(Format::Bf16, &[0xc0, 0x3f]), [1.5]);
+        assert_eq!(floats(Format::F16, &[0x00, 0x3e]), [1.5]);
+    }
 }

@@ -11,6 +11,7 @@ mod fingerprint;
 mod format;
 mod index;
 pub(crate) mod load;
+mod missing;
 pub(crate) mod resolve;
 pub mod safetensors;
 mod source;

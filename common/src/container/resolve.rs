@@ -9,6 +9,7 @@ use super::config::ModelConfig;
 use super::error::Problem;
 use super::format::{self, Evidence, Verdict};
 use super::index::{Index, Located};
+use super::missing;
 use super::safetensors::Dtype;
 use super::tensors::{self, ExpertLayer, Need, Part, TensorShape, Want};
 use crate::experts::{ExpertLayout, ExpertMatrix, ExpertSpec, MatrixSpec};
@@ -114,7 +115,7 @@ pub(crate) fn resolve(
     let (found, missing) = (resolver.problems, resolver.missing);
     let mut problems = std::mem::take(&mut index.problems);
     problems.extend(found);
-    problems.extend(missing_problems(missing, index.unreadable_shards, dirs));
+    problems.extend(missing::problems(missing, index, dirs));
     resolved.layout.hidden_size = config.hidden_size();
     if problems.is_empty()
         && let Err(what) = collect_layout(&mut resolved)
@@ -122,28 +123,6 @@ pub(crate) fn resolve(
         problems.push(Problem { file: dirs.first().cloned(), tensor: None, what });
     }
     if problems.is_empty() { Ok(resolved) } else { Err(problems) }
-}
-
-/// One problem per missing tensor, or a single one when a whole shard is gone anyway.
-fn missing_problems(missing: Vec<String>, unreadable: usize, dirs: &[PathBuf]) -> Vec<Problem> {
-    let file = dirs.first().cloned();
-    match missing.first() {
-        Some(first) if unreadable > 0 => {
-            let what = format!(
-                "{} tensors are missing, {first} first; they may lie in the unreadable files above",
-                missing.len()
-            );
-            vec![Problem { file, tensor: None, what }]
-        }
-        _ => missing
-            .into_iter()
-            .map(|name| Problem {
-                file: file.clone(),
-                tensor: Some(name),
-                what: "missing from every shard; download or convert the model again".into(),
-            })
-            .collect(),
-    }
 }
 
 /// Fills [`Resolved::layout`] from the experts' places.
@@ -336,14 +315,12 @@ impl<'a> Resolver<'a> {
         let scale_name = if self.index.get(&own).is_some() { own } else { format!("{name}_scale_inv") };
         let scales = self.take_scales(name, &scale_name)?;
         let spec = MatrixSpec { format: Format::Fp8Block, rows, cols };
-        if scales.info.bytes() != spec.scale_bytes() as u64 {
-            let what = format!(
-                "it holds {} bytes of scales; [{rows}, {cols}] in blocks of 128×128 needs {} (F32 [{}, {}])",
-                scales.info.bytes(),
-                spec.scale_bytes(),
-                rows.div_ceil(128),
-                cols.div_ceil(128)
-            );
+        let blocks = [rows.div_ceil(128) as u64, cols.div_ceil(128) as u64];
+        let [down, across] = blocks;
+        if *scales.info.shape != blocks && *scales.info.shape != [down * across] {
+            let shape = &scales.info.shape;
+            let what =
+                format!("its shape is {shape:?}; [{rows}, {cols}] in blocks of 128×128 needs {blocks:?}");
             return self.odd(&scales, &scale_name, what);
         }
         Some(MatrixPlace { spec, weights: span(located), scales: Some(span(&scales)) })

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use super::Inner;
 use super::file::Shard;
-use super::load::{scale_flaw, weight_flaw};
+use super::load::{stored_scale_flaw, weight_flaw};
 use super::resolve::{ExpertPlaces, Span};
 use super::tensors::expert_name;
 use crate::experts::{ExpertError, ExpertId, ExpertLayout, ExpertSource, ExpertSpec, RecordPart};
@@ -107,10 +107,7 @@ impl ContainerSource {
         for Piece { part, span } in pieces {
             let bytes = &record[part.range()];
             let flaw = if part.scales {
-                // Parts start on 64-byte boundaries, but the caller's buffer might not be aligned at all.
-                let scales: Vec<f32> =
-                    bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
-                scale_flaw(&scales)
+                stored_scale_flaw(bytes)
             } else {
                 weight_flaw(spec.matrix(part.matrix).format, bytes)
             };

@@ -204,6 +204,20 @@ fn missing_expert_matrices_and_norms_are_all_listed() {
 }
 
 #[test]
+fn a_missing_shard_is_named_once_when_the_index_tells() {
+    let found = problems(|dir| {
+        let file = RawFile::read(&dir.join(SECOND));
+        let map: serde_json::Map<_, _> =
+            file.header.keys().map(|name| (name.clone(), json!(SECOND))).collect();
+        std::fs::write(dir.join("model.safetensors.index.json"), json!({"weight_map": map}).to_string())
+            .unwrap();
+        std::fs::remove_file(dir.join(SECOND)).unwrap();
+    });
+    let first = found[0].tensor.clone();
+    one(&found, SECOND, first.as_deref(), "the file is missing and 6 tensors of the model with it");
+}
+
+#[test]
 fn wrong_dtypes_and_shapes() {
     let cases: [(&str, serde_json::Value, &str); 5] = [
         ("model.norm.weight", json!({"dtype": "I32", "shape": [128]}), "its dtype is I32"),
@@ -359,7 +373,16 @@ fn fp8_scales_that_are_missing_or_of_the_wrong_size() {
             f.header[&scales] = json!({"dtype": "F32", "shape": [3, 1], "data_offsets": [at, at + 12]});
         });
     });
-    one(&found, file, Some(&scales), "12 bytes of scales");
+    one(&found, file, Some(&scales), "its shape is [3, 1]");
+    let found = problems_of("tiny-mtp-fp8", |dir| {
+        let scales = "model.layers.1.mlp.experts.0.up_proj.weight_scale_inv";
+        edit(&dir.join(file), |f| f.header[scales]["shape"] = json!([2, 1]));
+    });
+    assert!(
+        found[0].what.contains("its shape is [2, 1]; [24, 144] in blocks of 128×128 needs [1, 2]"),
+        "{}",
+        found[0]
+    );
 }
 
 #[test]
