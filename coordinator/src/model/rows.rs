@@ -39,6 +39,15 @@ impl Rows {
         &mut self.data[i * self.width..(i + 1) * self.width]
     }
 
+    /// Appends values of whole rows. Memory grows by an eighth rather than by doubling, so that a long
+    /// context's cache stays near the size that was planned for it.
+    pub(super) fn append(&mut self, values: &[f32]) {
+        if self.data.capacity() - self.data.len() < values.len() {
+            self.data.reserve_exact(values.len().max(self.data.len() / 8));
+        }
+        self.data.extend_from_slice(values);
+    }
+
     /// Keeps the first `len` rows.
     pub fn truncate(&mut self, len: usize) {
         self.data.truncate(len * self.width);
@@ -115,8 +124,12 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_cut_by_row() {
+    fn rows_are_cut_and_appended() {
         let mut rows = Rows { data: (0..6).map(|i| i as f32).collect(), width: 2 };
+        rows.truncate(2);
+        assert_eq!((rows.rows(), rows.row(1)), (2, &[2.0, 3.0][..]));
+        rows.append(&[8.0, 9.0]);
+        assert_eq!((rows.rows(), rows.row(2)), (3, &[8.0, 9.0][..]));
         rows.truncate(2);
         assert_eq!((rows.rows(), rows.row(1)), (2, &[2.0, 3.0][..]));
         assert_eq!(Rows::empty(0).rows(), 0);

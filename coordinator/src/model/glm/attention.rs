@@ -85,7 +85,7 @@ impl Glm {
                 recorder.f32("kv_cache", ckv.width, &[latent, &reference_layout(key)].concat());
             }
         }
-        cache.kv.data.extend_from_slice(&ckv.data);
+        cache.kv.append(&ckv.data);
     }
 
     /// Attention outputs of all heads, `[rows, num_attention_heads · v_head_dim]`.

@@ -73,7 +73,7 @@ impl Glm {
         for (r, angles) in step.angles.iter().enumerate() {
             self.kernels.layer_norm(unnormed.row(r), &w.k_norm_weight, &w.k_norm_bias, LATENT_EPS, &mut key);
             angles.rotate_interleaved(&mut key[..rope_len]);
-            cache.indexer_keys.data.extend_from_slice(&key);
+            cache.indexer_keys.append(&key);
             if recorder.wants("indexer_keys") {
                 let (rotated, rest) = key.split_at(rope_len);
                 recorder.f32("indexer_keys", key.len(), &[&reference_layout(rotated), rest].concat());

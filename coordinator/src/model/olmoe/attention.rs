@@ -31,8 +31,8 @@ impl Olmoe {
         for (r, angles) in step.angles.iter().enumerate() {
             q.row_mut(r).chunks_mut(self.head_dim).for_each(|head| angles.rotate_half(head));
             k.row_mut(r).chunks_mut(self.head_dim).for_each(|head| angles.rotate_half(head));
-            cache.kv.data.extend_from_slice(k.row(r));
-            cache.kv.data.extend_from_slice(v.row(r));
+            cache.kv.append(k.row(r));
+            cache.kv.append(v.row(r));
         }
         recorder.rows("k_cache", &k);
         recorder.rows("v_cache", &v);
