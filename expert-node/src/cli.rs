@@ -1,6 +1,299 @@
-//! The command line of `shimmer-node`.
+//! The command line of `shimmer-node`, also reached as `shimmer node`.
 
-/// Parses the arguments and runs the command.
-pub fn main() -> std::process::ExitCode {
-    std::process::ExitCode::from(2)
+use std::ffi::OsString;
+use std::io::{IsTerminal as _, Write as _};
+use std::net::{SocketAddr, TcpListener};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use shimmer_common::experts::pack::Pack;
+
+use crate::config::NodeConfig;
+use crate::error::NodeError;
+use crate::files::FileLock;
+use crate::join::{JoinOptions, join};
+use crate::run::run;
+
+const AFTER_HELP: &str = "\
+Examples:
+  shimmer-node join shimmer1-… --data ~/.local/share/shimmer-node
+  shimmer-node join shimmer1-… --data /srv/shimmer --ram 24GiB --pack /mnt/usb/pack
+  shimmer-node start --data /srv/shimmer
+
+Exit codes: 0 done, 1 failed, 2 bad usage, 3 data damaged or unsupported, 4 coordinator cannot be
+reached, 130 interrupted.";
+
+/// Lends a PC's memory and disk to a Shimmer cluster.
+#[derive(Parser)]
+#[command(name = "shimmer-node", version, after_help = AFTER_HELP)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    /// Form of the log on stderr (RUST_LOG chooses what is logged)
+    #[arg(long, global = true, value_enum, default_value = "text", env = "SHIMMER_LOG_FORMAT")]
+    log_format: LogFormat,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum LogFormat {
+    Text,
+    Json,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Join a cluster, fetch this PC's share of the experts and serve it
+    Join(JoinArgs),
+    /// Serve again after a join
+    Start(DataArgs),
+    /// Show what is in the data directory
+    Status(StatusArgs),
+}
+
+#[derive(Args)]
+struct DataArgs {
+    /// Data directory of this node
+    #[arg(long, value_name = "DIR", env = "SHIMMER_NODE_DATA")]
+    data: PathBuf,
+}
+
+#[derive(Args)]
+struct StatusArgs {
+    #[command(flatten)]
+    data: DataArgs,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args)]
+struct JoinArgs {
+    /// Token printed by `shimmer cluster invite`
+    token: String,
+    #[command(flatten)]
+    data: DataArgs,
+    /// Address to serve on; port 0 takes any free port
+    #[arg(long, value_name = "ADDR", default_value = "0.0.0.0:7421")]
+    listen: SocketAddr,
+    /// Address the coordinator should dial instead of the one this PC's calls come from; repeatable
+    #[arg(long, value_name = "HOST:PORT")]
+    advertise: Vec<String>,
+    /// Name shown in messages and status [default: the host name]
+    #[arg(long)]
+    name: Option<String>,
+    /// RAM for experts, such as 24GiB [default: most of what is free]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    ram: Option<u64>,
+    /// Instruction set: auto, portable, avx2 or avx512
+    #[arg(long, default_value = "auto")]
+    isa: String,
+    /// Compute threads [default: all cores]
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
+    /// Serve this expert pack (made by `shimmer pack`) instead of fetching records
+    #[arg(long, value_name = "DIR")]
+    pack: Option<PathBuf>,
+    /// Join only; `shimmer-node start` serves later
+    #[arg(long)]
+    no_start: bool,
+}
+
+/// Parses the process's arguments and runs the command.
+pub fn main() -> ExitCode {
+    main_with(std::env::args_os())
+}
+
+/// As [`main`] with given arguments; the first is the program's name.
+pub fn main_with(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let cli = match Cli::try_parse_from(args) {
+        Ok(cli) => cli,
+        Err(error) => {
+            // Help and version are not failures.
+            let _ = error.print();
+            return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
+        }
+    };
+    start_logging(cli.log_format);
+    let done = match cli.command {
+        Command::Join(args) => join_and_run(args),
+        Command::Start(args) => NodeConfig::load(&args.data).and_then(start),
+        Command::Status(args) => status(&args).map(|()| Ended::Done),
+    };
+    match done {
+        Ok(Ended::Done) => ExitCode::SUCCESS,
+        Ok(Ended::Interrupted) => ExitCode::from(130),
+        Err(error) => {
+            let _ = writeln!(std::io::stderr(), "error: {error}");
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+/// How a command ended.
+enum Ended {
+    Done,
+    Interrupted,
+}
+
+fn start_logging(format: LogFormat) {
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env()
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
+    let ansi = std::io::stderr().is_terminal();
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(ansi);
+    // A second subscriber in one process (a test) is refused; the first goes on.
+    let _ = match format {
+        LogFormat::Text => log.with_target(false).try_init(),
+        LogFormat::Json => log.json().try_init(),
+    };
+}
+
+fn join_and_run(args: JoinArgs) -> Result<Ended, NodeError> {
+    let options = JoinOptions {
+        name: args.name.unwrap_or_else(host_name),
+        listen: args.listen,
+        advertise: args.advertise,
+        ram_bytes: args.ram,
+        isa: Some(args.isa),
+        threads: args.threads,
+        pack: args.pack.map(|dir| std::path::absolute(&dir).unwrap_or(dir)),
+    };
+    let config = join(&args.token, &args.data.data, options)?;
+    tracing::info!(node = config.settings.name, id = config.settings.id, "joined");
+    if args.no_start { Ok(Ended::Done) } else { start(config) }
+}
+
+fn start(config: NodeConfig) -> Result<Ended, NodeError> {
+    let address = config.settings.listen;
+    let listener = TcpListener::bind(address)
+        .map_err(|source| NodeError::Listen { address: address.to_string(), source })?;
+    let interrupted = std::sync::atomic::AtomicBool::new(false);
+    run(config, listener, async {
+        let by_user = stop_signal().await;
+        interrupted.store(by_user, std::sync::atomic::Ordering::Relaxed);
+        tracing::info!("stopping");
+    })?;
+    Ok(if interrupted.into_inner() { Ended::Interrupted } else { Ended::Done })
+}
+
+/// Waits for Ctrl-C (`true`) or a polite request to end (`false`).
+async fn stop_signal() -> bool {
+    #[cfg(unix)]
+    {
+        use tokio::signal::unix::{SignalKind, signal};
+        if let Ok(mut terminate) = signal(SignalKind::terminate()) {
+            return tokio::select! {
+                _ = terminate.recv() => false,
+                _ = tokio::signal::ctrl_c() => true,
+            };
+        }
+    }
+    let _ = tokio::signal::ctrl_c().await;
+    true
+}
+
+fn status(args: &StatusArgs) -> Result<(), NodeError> {
+    let config = NodeConfig::load(&args.data.data)?;
+    let settings = &config.settings;
+    let (dir, held) = match &settings.pack {
+        Some(dir) => (dir.clone(), Pack::open(dir)),
+        None => (config.data_dir.join("shard"), Pack::open(&config.data_dir.join("shard"))),
+    };
+    let running = matches!(FileLock::try_acquire(&config.data_dir.join("lock")), Ok(None));
+    let (experts, bytes, model) = match &held {
+        Ok(pack) => (pack.ids().len(), pack.bytes(), Some(pack.fingerprint().to_string())),
+        Err(_) => (0, 0, None),
+    };
+    let text = if args.json {
+        serde_json::json!({
+            "id": settings.id,
+            "name": settings.name,
+            "running": running,
+            "coordinators": settings.coordinators,
+            "listen": settings.listen,
+            "records": dir,
+            "experts": experts,
+            "bytes": bytes,
+            "model": model,
+            "problem": held.err().map(|e| e.to_string()),
+        })
+        .to_string()
+    } else {
+        let records = match &held {
+            Ok(_) => format!("{experts} experts, {bytes} bytes in {}", dir.display()),
+            Err(error) => error.to_string(),
+        };
+        format!(
+            "node {} ({})\n{}\ncoordinator {}\nlisten {}\nmodel {}\nrecords {records}",
+            settings.name,
+            settings.id,
+            if running { "running" } else { "not running" },
+            settings.coordinators.join(", "),
+            settings.listen,
+            model.as_deref().unwrap_or("none yet"),
+        )
+    };
+    // A closed stdout is the reader's choice.
+    let _ = writeln!(std::io::stdout(), "{text}");
+    Ok(())
+}
+
+fn host_name() -> String {
+    let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    if name.is_empty() { "node".to_owned() } else { name }
+}
+
+/// Reads a size with a unit; a bare number is refused, because nobody knows what it means.
+fn parse_size(text: &str) -> Result<u64, String> {
+    const UNITS: [(&str, u64); 7] = [
+        ("KiB", 1 << 10),
+        ("MiB", 1 << 20),
+        ("GiB", 1 << 30),
+        ("TiB", 1 << 40),
+        ("MB", 1_000_000),
+        ("GB", 1_000_000_000),
+        ("TB", 1_000_000_000_000),
+    ];
+    let hint = || format!("write a size with a unit, such as {text}GiB or 500MB");
+    let unit = UNITS.iter().find(|(unit, _)| text.ends_with(unit)).ok_or_else(hint)?;
+    let number: f64 =
+        text.trim_end_matches(unit.0).trim().parse().map_err(|_| "write a size such as 24GiB".to_owned())?;
+    let bytes = number * unit.1 as f64;
+    if bytes.is_finite() && bytes >= 1.0 && bytes < (1u64 << 62) as f64 {
+        Ok(bytes as u64)
+    } else {
+        Err(format!("{text} is not a possible size"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+        let cli = Cli::try_parse_from([
+            "shimmer-node",
+            "join",
+            "shimmer1-x",
+            "--data",
+            "/tmp/ä b",
+            "--ram",
+            "2GiB",
+        ]);
+        let Ok(Cli { command: Command::Join(args), .. }) = cli else { panic!("join does not parse") };
+        assert_eq!((args.ram, args.data.data), (Some(2 << 30), PathBuf::from("/tmp/ä b")));
+    }
+
+    #[test]
+    fn sizes_need_units() {
+        assert_eq!(parse_size("1.5GiB"), Ok(3 << 29));
+        assert_eq!(parse_size("500MB"), Ok(500_000_000));
+        assert!(parse_size("24").unwrap_err().contains("24GiB"));
+        for bad in ["GiB", "-1GiB", "nanGiB", "1e40GiB", "0MB"] {
+            assert!(parse_size(bad).is_err(), "{bad}");
+        }
+    }
 }

@@ -58,7 +58,8 @@ pub(crate) struct Compute {
 }
 
 impl Compute {
-    /// Starts the thread over `source`, keeping at most `ram_bytes` of records resident.
+    /// Starts the thread over `source`, keeping at most `ram_bytes` of records resident. `alive` is
+    /// dropped when the thread has let go of the source.
     ///
     /// # Errors
     /// [`NodeError::Experts`] when the budget holds no record, [`NodeError::Machine`].
@@ -68,6 +69,7 @@ impl Compute {
         profile: NumericProfile,
         ram_bytes: usize,
         threads: usize,
+        alive: mpsc::Sender<()>,
     ) -> Result<Self, NodeError> {
         let reads = Arc::new(TimedSource { inner: source, read_us: AtomicU64::new(0) });
         let store = LocalStore::new(reads.clone(), kernels, profile, ram_bytes)?;
@@ -85,6 +87,8 @@ impl Compute {
                 while let Ok(job) = queue.recv() {
                     pool.install(|| work(&store, &reads, job));
                 }
+                drop((store, reads));
+                drop(alive);
             })
             .map_err(|e| NodeError::Machine {
                 what: "cannot start the compute thread",

@@ -5,6 +5,7 @@
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::str::FromStr as _;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -61,8 +62,18 @@ pub enum Records {
     },
 }
 
+impl std::fmt::Debug for Records {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Records::Pack(dir) => write!(f, "Pack({})", dir.display()),
+            Records::Fetched => f.write_str("Fetched"),
+            Records::Source { source, .. } => write!(f, "Source({})", source.describe()),
+        }
+    }
+}
+
 /// Everything [`crate::run`] needs.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct NodeConfig {
     /// The data directory.
     pub data_dir: PathBuf,
@@ -119,14 +130,7 @@ impl Settings {
     pub fn kernels(&self) -> Result<Kernels, NodeError> {
         let isa = match self.isa.as_deref() {
             None | Some("auto") => return Ok(Kernels::best()),
-            Some("portable") => Isa::Portable,
-            Some("avx2") => Isa::Avx2,
-            Some("avx512") => Isa::Avx512,
-            Some(other) => {
-                return Err(NodeError::Usage(format!(
-                    "--isa {other} is unknown; use auto, portable, avx2 or avx512"
-                )));
-            }
+            Some(name) => Isa::from_str(name).map_err(|e| NodeError::Usage(e.to_string()))?,
         };
         Kernels::new(isa).map_err(|e| NodeError::Usage(e.to_string()))
     }

@@ -35,7 +35,7 @@ pub enum NodeError {
     /// A file of the data directory cannot be read or written.
     #[error("cannot {action} {path}: {source}")]
     File {
-        /// "read", "write", "create" or "lock".
+        /// "read", "write", "create", "lock" or "use".
         action: &'static str,
         /// The file.
         path: PathBuf,
@@ -53,6 +53,9 @@ pub enum NodeError {
     /// The experts cannot be served.
     #[error(transparent)]
     Experts(#[from] shimmer_common::experts::ExpertError),
+    /// The pack or shard cannot be used.
+    #[error(transparent)]
+    Pack(#[from] shimmer_common::experts::pack::PackError),
     /// A flag's value cannot be used.
     #[error("{0}")]
     Usage(String),
@@ -71,7 +74,7 @@ impl NodeError {
     pub fn exit_code(&self) -> u8 {
         match self {
             NodeError::Usage(_) => 2,
-            NodeError::Mismatch(_) | NodeError::Data { .. } | NodeError::Experts(_) => 3,
+            NodeError::Mismatch(_) | NodeError::Data { .. } | NodeError::Experts(_) | NodeError::Pack(_) => 3,
             NodeError::Unreachable { .. } => 4,
             NodeError::Token(_)
             | NodeError::Refused(_)

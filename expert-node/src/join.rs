@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
+use shimmer_common::experts::pack::Pack;
 use shimmer_proto::v1;
 use shimmer_proto::v1::cluster_client::ClusterClient;
 
@@ -54,6 +55,9 @@ pub fn join(token: &str, data_dir: &Path, options: JoinOptions) -> Result<NodeCo
     settings.threads = options.threads;
     settings.pack = options.pack;
     settings.kernels()?;
+    if let Some(dir) = &settings.pack {
+        Pack::open(dir)?;
+    }
 
     let old_key = known.map(|k| k.credentials()).transpose()?.and_then(|c| c.identity).map(|(_, key)| key);
     let key = match old_key {

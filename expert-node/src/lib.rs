@@ -10,12 +10,14 @@ pub mod cli;
 mod compute;
 mod config;
 mod error;
+mod fetch;
 pub mod files;
 mod join;
 mod machine;
 mod register;
 mod run;
 mod service;
+mod shard;
 #[cfg(test)]
 mod testing;
 pub mod tls;

@@ -2,25 +2,23 @@
 
 use std::future::Future;
 use std::net::TcpListener;
-use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use shimmer_common::container::Fingerprint;
-use shimmer_common::experts::ExpertSource;
-use shimmer_common::profile::NumericProfile;
 use shimmer_proto::v1::experts_server::ExpertsServer;
-use tokio::sync::watch;
 use tonic::transport::server::TcpIncoming;
 use tonic::transport::{Server, ServerTlsConfig};
 
-use crate::compute::Compute;
-use crate::config::{NodeConfig, Records};
+use crate::config::NodeConfig;
 use crate::error::NodeError;
 use crate::register::{Backoff, Registrar, Registration};
-use crate::service::{ExpertsService, Serving, Shared};
+use crate::service::{ExpertsService, Shared};
+use crate::shard::Shard;
 use crate::tls::Credentials;
 use crate::wire::MAX_MESSAGE_BYTES;
+
+/// Longest wait for the compute thread at the end.
+const LET_GO_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Serves experts on `listener` until `shutdown` is done. Blocks: the network runs on this thread,
 /// the arithmetic on others. A coordinator that is away is waited for.
@@ -37,30 +35,30 @@ pub fn run(
         .enable_all()
         .build()
         .map_err(|e| NodeError::Machine { what: "cannot start the network runtime", cause: e.to_string() })?;
-    runtime.block_on(async {
+    let (alive, stopped) = mpsc::channel();
+    let ended = runtime.block_on(async {
         tokio::select! {
             () = shutdown => Ok(()),
-            ended = serve(config, listener) => ended,
+            ended = serve(config, listener, alive) => ended,
         }
-    })
-    // Dropping the runtime closes every connection; the coordinator notices at once.
+    });
+    // Closes every connection; the coordinator notices at once.
+    drop(runtime);
+    // The directory can be used again when the compute thread has let go of it. One that hangs in a
+    // read is left behind.
+    let _ = stopped.recv_timeout(LET_GO_TIMEOUT);
+    ended
 }
 
-async fn serve(config: NodeConfig, listener: TcpListener) -> Result<(), NodeError> {
+async fn serve(config: NodeConfig, listener: TcpListener, alive: mpsc::Sender<()>) -> Result<(), NodeError> {
     let credentials = config.credentials()?;
     let listen_error = |source| NodeError::Listen { address: config.settings.listen.to_string(), source };
     listener.set_nonblocking(true).map_err(listen_error)?;
     let port = listener.local_addr().map_err(listen_error)?.port();
     let listener = tokio::net::TcpListener::from_std(listener).map_err(listen_error)?;
-    let shared = Arc::new(Shared {
-        id: config.settings.id.clone(),
-        name: config.settings.name.clone(),
-        serving: OnceLock::new(),
-        held_changed: watch::Sender::new(0),
-    });
-    if let Some((source, fingerprint)) = open_records(&config)? {
-        start_serving(&shared, &config, source, fingerprint, NumericProfile::default())?;
-    }
+    config.settings.kernels()?;
+    let shared = Arc::new(Shared::new(config.settings.clone(), alive));
+    let shard = Shard::open(&config, &shared)?;
     let server = server(&credentials)?
         .add_service(
             ExpertsServer::new(ExpertsService { shared: shared.clone() })
@@ -74,7 +72,7 @@ async fn serve(config: NodeConfig, listener: TcpListener) -> Result<(), NodeErro
     tracing::info!(node = settings.name, id = settings.id, port, "expert node is up");
     tokio::select! {
         served = server => served.map_err(|e| NodeError::Machine { what: "the server stopped", cause: crate::tls::cause(&e) }),
-        ended = stay_registered(registrar, &config) => ended,
+        ended = stay_registered(registrar, shard) => ended,
     }
 }
 
@@ -94,44 +92,9 @@ fn server(credentials: &Credentials) -> Result<Server, NodeError> {
     })
 }
 
-/// The records this node has before it talked to anybody.
-fn open_records(config: &NodeConfig) -> Result<Option<(Arc<dyn ExpertSource>, Fingerprint)>, NodeError> {
-    match &config.records {
-        Records::Source { source, fingerprint } => Ok(Some((source.clone(), *fingerprint))),
-        Records::Pack(_) | Records::Fetched => Ok(None),
-    }
-}
-
-fn start_serving(
-    shared: &Shared,
-    config: &NodeConfig,
-    source: Arc<dyn ExpertSource>,
-    fingerprint: Fingerprint,
-    profile: NumericProfile,
-) -> Result<(), NodeError> {
-    let settings = &config.settings;
-    let kernels = settings.kernels()?;
-    let ram_bytes = settings.ram_bytes.unwrap_or_else(crate::machine::spare_ram_bytes);
-    let threads =
-        settings.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
-    let ram = usize::try_from(ram_bytes).unwrap_or(usize::MAX);
-    let compute = Compute::start(source.clone(), kernels, profile, ram, threads)?;
-    let isa = format!("{:?}", kernels.isa()).to_lowercase();
-    let _ = shared.serving.set(Serving {
-        fingerprint,
-        profile,
-        source,
-        compute,
-        isa,
-        ram_bytes,
-        syncing: AtomicBool::new(false),
-    });
-    Ok(())
-}
-
 /// Registers for ever. The first answer decides whether this node belongs here; later refusals are
 /// logged and tried again, because a coordinator may come back with another model and leave again.
-async fn stay_registered(mut registrar: Registrar, config: &NodeConfig) -> Result<(), NodeError> {
+async fn stay_registered(mut registrar: Registrar, mut shard: Shard) -> Result<(), NodeError> {
     let mut backoff = Backoff::new();
     let mut accepted = false;
     let mut complained = false;
@@ -143,9 +106,8 @@ async fn stay_registered(mut registrar: Registrar, config: &NodeConfig) -> Resul
                 }
                 (accepted, complained) = (true, false);
                 backoff.reset();
-                let heartbeat = registration.heartbeat;
-                take_up(&registrar, config, registration).await?;
-                heartbeat
+                take_up(&registrar.shared, &mut shard, &registration)?;
+                registration.heartbeat
             }
             Err(error @ (NodeError::Mismatch(_) | NodeError::Refused(_))) if !accepted => return Err(error),
             Err(error) => {
@@ -160,12 +122,17 @@ async fn stay_registered(mut registrar: Registrar, config: &NodeConfig) -> Resul
     }
 }
 
-/// Does what a registration asks for.
-async fn take_up(
-    registrar: &Registrar,
-    config: &NodeConfig,
-    registration: Registration,
-) -> Result<(), NodeError> {
-    let _ = (registrar, config, registration);
+/// Serves the coordinator's model and fetches what is assigned and missing.
+fn take_up(shared: &Arc<Shared>, shard: &mut Shard, registration: &Registration) -> Result<(), NodeError> {
+    let coordinator = &registration.coordinator;
+    let fingerprint = coordinator.fingerprint.ok_or_else(|| {
+        NodeError::Mismatch(
+            "the coordinator did not name its model; install the same version of Shimmer on both machines"
+                .to_owned(),
+        )
+    })?;
+    shard.begin(shared, fingerprint, &registration.layout)?;
+    shared.serve(coordinator.profile)?;
+    shard.fetch_missing(shared, registration.channel.clone(), &registration.assigned);
     Ok(())
 }

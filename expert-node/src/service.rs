@@ -14,12 +14,13 @@ use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::compute::{Answers, Cancelled, Compute, Job};
+use crate::config::Settings;
+use crate::error::NodeError;
 use crate::tls;
 use crate::wire::{Facts, Held, check_peer, peer_to_wire};
 
 /// What a node serves once it knows its model.
 pub(crate) struct Serving {
-    pub(crate) fingerprint: Fingerprint,
     pub(crate) profile: NumericProfile,
     pub(crate) source: Arc<dyn ExpertSource>,
     pub(crate) compute: Compute,
@@ -45,21 +46,66 @@ impl Serving {
 
 /// State shared by the service and the registration task.
 pub(crate) struct Shared {
-    pub(crate) id: String,
-    pub(crate) name: String,
-    pub(crate) serving: OnceLock<Serving>,
-    /// Counts how often the set of held experts grew.
+    pub(crate) settings: Settings,
+    /// The records and their model, once there are any.
+    pub(crate) records: OnceLock<(Arc<dyn ExpertSource>, Fingerprint)>,
+    /// Set by the first coordinator that has the same model: it also fixes the numeric profile.
+    serving: OnceLock<Serving>,
+    /// Counts how often the set of held experts changed.
     pub(crate) held_changed: watch::Sender<u64>,
+    /// Dropped with the last user of the records.
+    alive: std::sync::mpsc::Sender<()>,
 }
 
 impl Shared {
+    pub(crate) fn new(settings: Settings, alive: std::sync::mpsc::Sender<()>) -> Self {
+        Self {
+            settings,
+            records: OnceLock::new(),
+            serving: OnceLock::new(),
+            held_changed: watch::Sender::new(0),
+            alive,
+        }
+    }
+
+    /// What is served; begins to serve when there are records and `profile` is known.
+    pub(crate) fn serve(&self, profile: Option<NumericProfile>) -> Result<Option<&Serving>, NodeError> {
+        if let Some(serving) = self.serving.get() {
+            return Ok(Some(serving));
+        }
+        let (Some((source, _)), Some(profile)) = (self.records.get(), profile) else { return Ok(None) };
+        let settings = &self.settings;
+        let kernels = settings.kernels()?;
+        let ram_bytes = settings.ram_bytes.unwrap_or_else(crate::machine::spare_ram_bytes);
+        let threads =
+            settings.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
+        let ram = usize::try_from(ram_bytes).unwrap_or(usize::MAX);
+        let compute = Compute::start(source.clone(), kernels, profile, ram, threads, self.alive.clone())?;
+        Ok(Some(self.serving.get_or_init(|| Serving {
+            profile,
+            source: source.clone(),
+            compute,
+            isa: kernels.isa().to_string(),
+            ram_bytes,
+            syncing: AtomicBool::new(false),
+        })))
+    }
+
+    /// Notes whether records are still being fetched, and tells the coordinator of a change.
+    pub(crate) fn set_syncing(&self, syncing: bool) {
+        if let Some(serving) = self.serving.get()
+            && serving.syncing.swap(syncing, Ordering::Relaxed) != syncing
+        {
+            self.held_changed.send_modify(|n| *n += 1);
+        }
+    }
+
     /// Our side of every handshake.
     pub(crate) fn facts(&self) -> Facts {
-        let serving = self.serving.get();
         Facts {
-            name: format!("node {}", self.name),
-            fingerprint: serving.map(|s| s.fingerprint),
-            profile: serving.map(|s| s.profile),
+            name: format!("node {}", self.settings.name),
+            fingerprint: self.records.get().map(|(_, fingerprint)| *fingerprint),
+            profile: self.serving.get().map(|s| s.profile),
         }
     }
 }
@@ -81,7 +127,7 @@ impl Experts for ExpertsService {
         if !tls::peer_names(&request).iter().any(|name| name == tls::COORDINATOR_NAME) {
             return Err(Status::unauthenticated(format!(
                 "node {} serves its coordinator only; call with the coordinator's certificate",
-                self.shared.name
+                self.shared.settings.name
             )));
         }
         // Unbounded, but the coordinator has a handful of dispatches in flight at most, and the
@@ -111,12 +157,10 @@ async fn session(
     let Some(v1::to_node::Message::Hello(hello)) = next(&mut incoming).await? else {
         return Err("it did not begin with a greeting".to_owned());
     };
-    let checked = check_peer(&shared.facts(), hello.peer.as_ref());
-    let checked = checked.and_then(|_| {
-        shared
-            .serving
-            .get()
-            .ok_or_else(|| format!("node {} has no model yet; it asks the coordinator for one", shared.name))
+    let checked = check_peer(&shared.facts(), hello.peer.as_ref()).and_then(|theirs| {
+        let serving = shared.serve(theirs.profile).map_err(|e| e.to_string())?;
+        let name = &shared.settings.name;
+        serving.ok_or_else(|| format!("node {name} has no model yet; it asks the coordinator for one"))
     });
     let serving = match checked {
         Ok(serving) => serving,
@@ -129,7 +173,7 @@ async fn session(
     held_changed.mark_unchanged();
     send(v1::from_node::Message::Hello(v1::NodeHello {
         peer: Some(peer_to_wire(&shared.facts())),
-        node_id: shared.id.clone(),
+        node_id: shared.settings.id.clone(),
         holdings: Some(serving.holdings()),
         isa: serving.isa.clone(),
         ram_bytes: serving.ram_bytes,
