@@ -174,7 +174,7 @@ async fn discover(context: Arc<LinkContext>, membership: std::sync::Weak<Members
         match identify(&context, &address).await {
             Ok((id, name)) => {
                 let Some(membership) = membership.upgrade() else { return };
-                membership.get_or_add(&id, &name, &[]).introduce(&name, &[address]);
+                membership.get_or_add(&id, &name, &[]).fix_address(address);
                 return;
             }
             Err(why) => tracing::debug!(address, why, "no node there yet"),

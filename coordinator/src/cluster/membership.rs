@@ -59,6 +59,9 @@ struct Pending {
 
 struct Inner {
     name: String,
+    /// Given by the user, tried first.
+    fixed: Option<String>,
+    /// What the node told us.
     addresses: Vec<String>,
     status: Status,
     since: Instant,
@@ -94,19 +97,25 @@ impl Node {
         self.lock().name.clone()
     }
 
+    /// Where to dial, in order.
     pub(super) fn addresses(&self) -> Vec<String> {
-        self.lock().addresses.clone()
+        let inner = self.lock();
+        inner.fixed.iter().chain(&inner.addresses).cloned().collect()
     }
 
-    /// Takes over what a node said of itself; returns whether anything is new.
-    pub(super) fn introduce(&self, name: &str, addresses: &[String]) -> bool {
+    /// Notes an address the user gave.
+    pub(super) fn fix_address(&self, address: String) {
+        self.lock().fixed = Some(address);
+        self.wake.notify_one();
+    }
+
+    /// Takes over what a node said of itself.
+    pub(super) fn introduce(&self, name: &str, addresses: &[String]) {
         let mut inner = self.lock();
-        let same = inner.name == name && inner.addresses == addresses;
         inner.name = name.to_owned();
         inner.addresses = addresses.to_vec();
         drop(inner);
         self.wake.notify_one();
-        !same
     }
 
     /// The handshake is done.
@@ -257,7 +266,7 @@ impl Node {
         NodeStatus {
             id: self.id.clone(),
             name: inner.name.clone(),
-            addr: inner.addresses.first().cloned().unwrap_or_default(),
+            addr: inner.fixed.iter().chain(&inner.addresses).next().cloned().unwrap_or_default(),
             state: inner.status.name().to_owned(),
             experts_held: inner.held.len(),
             experts_served: self.served.load(Ordering::Relaxed),
@@ -310,6 +319,7 @@ impl Membership {
             seed: Seed::of(id),
             inner: Mutex::new(Inner {
                 name: name.to_owned(),
+                fixed: None,
                 addresses: addresses.to_vec(),
                 status: Status::Joining,
                 since: Instant::now(),

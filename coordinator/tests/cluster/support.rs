@@ -1,7 +1,6 @@
 //! A cluster in one process: a synthetic model, a coordinator and nodes on loopback with real TLS.
 
 use std::net::{SocketAddr, TcpListener};
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -16,6 +15,7 @@ use shimmer_common::fixed::FixedRows;
 use shimmer_common::kernels::{Activations, Kernels};
 use shimmer_common::profile::NumericProfile;
 use shimmer_common::quant::Format;
+use shimmer_node::tls::{self, Credentials};
 use shimmer_node::{JoinOptions, NodeConfig, NodeError, Records};
 
 pub const HIDDEN: usize = 128;
@@ -29,8 +29,6 @@ pub struct Synthetic {
     layout: ExpertLayout,
     /// Experts this copy holds.
     pub holds: fn(ExpertId) -> bool,
-    /// Flips a bit in this expert's record.
-    pub damage: Option<ExpertId>,
     /// Blocks every read until the flag is cleared.
     pub stuck: Arc<std::sync::atomic::AtomicBool>,
 }
@@ -49,7 +47,7 @@ pub fn layout() -> ExpertLayout {
 
 impl Synthetic {
     pub fn new(holds: fn(ExpertId) -> bool) -> Self {
-        Self { layout: layout(), holds, damage: None, stuck: Arc::default() }
+        Self { layout: layout(), holds, stuck: Arc::default() }
     }
 }
 
@@ -89,9 +87,6 @@ impl ExpertSource for Synthetic {
                 }),
                 (false, false) => bytes.iter_mut().for_each(|b| *b = (random.next() % 255) as u8 ^ 0x80 | 1),
             }
-        }
-        if self.damage == Some(id) {
-            record[5] ^= 4;
         }
         Ok(())
     }
@@ -208,6 +203,37 @@ pub fn start_coordinator(state: &ClusterState, setup: Setup) -> Arc<ClusterExper
     ClusterExperts::start(state.clone(), model, setup.options).unwrap()
 }
 
+/// A client of the coordinator's control port with the certificate of `config`, or without any.
+pub fn control_channel(
+    cluster: &Cluster,
+    config: Option<&NodeConfig>,
+) -> (tokio::runtime::Runtime, tonic::transport::Channel) {
+    let credentials = match config {
+        Some(config) => config.credentials().unwrap(),
+        None => Credentials {
+            ca_pem: std::fs::read_to_string(cluster.state.dir().join("ca.crt")).unwrap(),
+            identity: None,
+        },
+    };
+    channel(&credentials, cluster.experts.control_addr(), tls::COORDINATOR_NAME)
+}
+
+pub fn channel(
+    credentials: &Credentials,
+    addr: SocketAddr,
+    name: &str,
+) -> (tokio::runtime::Runtime, tonic::transport::Channel) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let channel = runtime.block_on(tls::connect(credentials, &addr.to_string(), name, PATIENCE)).unwrap();
+    (runtime, channel)
+}
+
+/// The coordinator's own certificate and key.
+pub fn coordinator_credentials(state: &ClusterState) -> Credentials {
+    let read = |name: &str| std::fs::read_to_string(state.dir().join(name)).unwrap();
+    Credentials { ca_pem: read("ca.crt"), identity: Some((read("coordinator.crt"), read("coordinator.key"))) }
+}
+
 pub fn options(name: &str) -> JoinOptions {
     JoinOptions {
         name: name.to_owned(),
@@ -235,9 +261,11 @@ impl Node {
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
         let running = config.clone();
         let thread = std::thread::spawn(move || {
-            shimmer_node::run(running, listener, async {
+            let ended = shimmer_node::run(running, listener, async {
                 let _ = stopped.await;
-            })
+            });
+            eprintln!("node ended: {ended:?}");
+            ended
         });
         Self { config, addr, stop: Some(stop), thread: Some(thread) }
     }
@@ -276,10 +304,4 @@ pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
         assert!(Instant::now() < deadline, "timed out: {what}");
         std::thread::yield_now();
     }
-}
-
-/// Files below `dir`, for tests of what is (not) written.
-pub fn files(dir: &Path) -> Vec<PathBuf> {
-    let Ok(entries) = std::fs::read_dir(dir) else { return Vec::new() };
-    entries.map(|e| e.unwrap().path()).collect()
 }

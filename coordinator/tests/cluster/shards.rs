@@ -1,0 +1,71 @@
+//! Nodes that fetch their records from the coordinator.
+
+use shimmer_common::experts::pack::Pack;
+
+use crate::support::*;
+
+#[test]
+fn nodes_fetch_their_shares_and_keep_them() {
+    let cluster = Cluster::start(Setup { local: false, ..Setup::default() });
+    let first = Node::start(cluster.join("first"), "127.0.0.1:0".parse().unwrap());
+    cluster.experts.wait_ready(1, PATIENCE).unwrap();
+    assert_eq!(cluster.status("first").experts_held, 32, "the only node owns everything");
+    cluster.check(&batch(LAYERS[0], 5, 1));
+
+    let second = Node::start(cluster.join("second"), "127.0.0.1:0".parse().unwrap());
+    cluster.experts.wait_ready(2, PATIENCE).unwrap();
+    let held = cluster.status("second").experts_held;
+    assert!((4..29).contains(&held), "{held} of 32");
+    cluster.check(&batch(LAYERS[1], 5, 2));
+    assert!(cluster.status("second").experts_served > 0);
+
+    // Started again, a node has its records before it has talked to anybody about them.
+    let (config, addr) = second.stop();
+    let shard = config.data_dir.join("shard");
+    assert_eq!(Pack::open(&shard).unwrap().ids().len(), held);
+    let bytes = || std::fs::metadata(shard.join("experts-00000.pack")).unwrap().len();
+    let stored = bytes();
+    let second = Node::start(config, addr);
+    cluster.experts.wait_ready(2, PATIENCE).unwrap();
+    assert_eq!(stored, bytes(), "nothing was fetched again");
+    drop((first, second));
+}
+
+#[test]
+fn a_flipped_bit_on_a_nodes_disk_is_noticed_and_healed() {
+    let cluster = Cluster::start(Setup::default());
+    let node = Node::start(cluster.join("rusty"), "127.0.0.1:0".parse().unwrap());
+    cluster.experts.wait_ready(1, PATIENCE).unwrap();
+    // The first record of the file is the first one fetched: an expert of the first layer.
+    flip_bit(&node.config.data_dir.join("shard/experts-00000.pack"), 100);
+    for seed in 0..12 {
+        cluster.check(&batch(LAYERS[0], 8, seed));
+    }
+    assert_eq!(cluster.status("rusty").failures, 1, "the damaged record was read once");
+    wait_until("the record is fetched again", || cluster.status("rusty").experts_held == 32);
+    for seed in 0..12 {
+        cluster.check(&batch(LAYERS[0], 8, seed));
+    }
+    assert_eq!(cluster.status("rusty").failures, 1, "the new copy is good");
+}
+
+fn flip_bit(path: &std::path::Path, at: u64) {
+    use std::os::unix::fs::FileExt as _;
+    let file = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[byte[0] ^ 0x20], at).unwrap();
+}
+
+#[test]
+fn a_shard_of_another_model_is_not_touched() {
+    let cluster = Cluster::start(Setup::default());
+    let config = cluster.join("moved");
+    let shard = config.data_dir.join("shard");
+    let other = shimmer_common::container::Fingerprint([7; 32]);
+    drop(shimmer_common::experts::pack::PackStore::open_or_create(&shard, other, &layout()).unwrap());
+    let error = Node::start(config, "127.0.0.1:0".parse().unwrap()).end().unwrap_err();
+    assert_eq!(error.exit_code(), 3);
+    assert!(error.to_string().contains("node moved has model 070707070707…"), "{error}");
+    assert_eq!(Pack::open(&shard).unwrap().fingerprint(), other);
+}
