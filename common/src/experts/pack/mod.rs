@@ -26,7 +26,7 @@ mod writer;
 
 use std::path::{Path, PathBuf};
 
-pub use reader::{Pack, VerifyReport};
+pub use reader::{Pack, VerifyReport, check};
 pub use store::PackStore;
 pub use writer::{PackProgress, PackReport, write_pack};
 

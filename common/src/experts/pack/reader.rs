@@ -92,22 +92,17 @@ impl Pack {
     /// [`PackError::Mismatch`] for a newer version, [`PackError::Io`].
     pub fn open(dir: &Path) -> Result<Self, PackError> {
         let manifest = Manifest::read(dir)?;
+        // In this order: a record that is appended meanwhile is in the data before it is in the index.
         let index = read_index(dir)?;
         let lengths = data_file_lengths(dir)?;
-        let catalog = Catalog::build(&index, &manifest.fingerprint, &manifest.layout, &lengths);
-        check_seal(dir, &manifest, &index, &lengths, &catalog)?;
-        if let [first, rest @ ..] = catalog.problems.as_slice() {
-            let more =
-                if rest.is_empty() { String::new() } else { format!(" (and {} more problems)", rest.len()) };
-            return Err(PackError::damaged(&dir.join(INDEX), format!("{first}{more}")));
-        }
+        let entries = usable_entries(dir, &manifest, &index, &lengths)?;
         let mut files = BTreeMap::new();
         for &number in lengths.keys() {
             let path = dir.join(data_file_name(number));
             let file = File::open(&path).map_err(PackError::io("read", &path))?;
             files.insert(number, DataFile { path, file });
         }
-        let entries = catalog.entries.into_iter().map(|entry| (entry.id, entry)).collect();
+        let entries = entries.into_iter().map(|entry| (entry.id, entry)).collect();
         Ok(Self { dir: dir.to_owned(), manifest, entries, files })
     }
 
@@ -156,6 +151,41 @@ impl Pack {
             }
         }
         report
+    }
+}
+
+/// Checks the manifest and the index of a pack against the lengths of its data files and returns the
+/// experts it holds: what [`Pack::open`] does, on bytes in memory.
+///
+/// # Errors
+/// As [`Pack::open`].
+pub fn check(
+    manifest: &[u8],
+    index: &[u8],
+    data_file_bytes: &BTreeMap<u32, u64>,
+) -> Result<Vec<ExpertId>, PackError> {
+    let dir = Path::new("");
+    let manifest = Manifest::parse(manifest, dir)?;
+    let entries = usable_entries(dir, &manifest, index, data_file_bytes)?;
+    Ok(entries.iter().map(|entry| entry.id).collect())
+}
+
+/// The entries of the index, all of them in order.
+fn usable_entries(
+    dir: &Path,
+    manifest: &Manifest,
+    index: &[u8],
+    lengths: &BTreeMap<u32, u64>,
+) -> Result<Vec<Entry>, PackError> {
+    let catalog = Catalog::build(index, &manifest.fingerprint, &manifest.layout, lengths);
+    check_seal(dir, manifest, index, lengths, &catalog)?;
+    match catalog.problems.as_slice() {
+        [] => Ok(catalog.entries),
+        [first, rest @ ..] => {
+            let more =
+                if rest.is_empty() { String::new() } else { format!(" (and {} more problems)", rest.len()) };
+            Err(PackError::damaged(&dir.join(INDEX), format!("{first}{more}")))
+        }
     }
 }
 

@@ -348,6 +348,25 @@ fn a_damaged_record_is_named_with_file_and_offset() {
     );
 }
 
+/// The seed of the fuzz target `expert_pack` gets past every checksum.
+#[test]
+fn the_fuzz_seed_is_a_valid_pack() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/fuzz/seeds/expert_pack/two-specs");
+    let seed = std::fs::read(path).unwrap();
+    let (body, fields) = seed.split_at(seed.iter().position(|&byte| byte == 0).unwrap());
+    let hash = blake3::hash(body).to_hex();
+    let manifest = [body, format!(",\"blake3\":\"{hash}\"}}\n").as_bytes()].concat();
+    let mut index = Vec::new();
+    for (position, fields) in fields[1..].as_chunks::<56>().0.iter().enumerate() {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&[0; 32]).update(&(position as u64).to_le_bytes()).update(fields);
+        index.extend_from_slice(fields);
+        index.extend_from_slice(&hasher.finalize().as_bytes()[..8]);
+    }
+    let files = [(0, 1 << 20), (1, 1 << 20)].into();
+    assert_eq!(check(&manifest, &index, &files).unwrap().len(), 3);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
@@ -385,5 +404,41 @@ proptest! {
     #[test]
     fn manifests_of_arbitrary_bytes_are_refused(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
         prop_assert!(manifest::Manifest::parse(&bytes, Path::new("x")).is_err());
+    }
+
+    /// Entries with right checksums and arbitrary fields: only what lies inside the files and
+    /// overlaps nothing is ever accepted.
+    #[test]
+    fn arbitrary_index_entries_are_accepted_only_when_they_make_sense(
+        fields in prop::collection::vec(
+            (0u16..4, 0u16..6, 0u32..3, prop_oneof![0u64..20, Just(u64::MAX / 4096)], prop_oneof![Just(0u64), Just(1)], any::<bool>()),
+            0..12,
+        ),
+    ) {
+        let layout = MemorySource::new(4, 64, 64).layout;
+        let entries: Vec<_> = fields
+            .into_iter()
+            .map(|(layer, index, file, page, skew, right_size)| {
+                let id = ExpertId { layer, index };
+                let bytes = layout.record_bytes(id).filter(|_| right_size).unwrap_or(usize::MAX) as u64;
+                index::Entry { id, file, offset: (page * 4096).saturating_add(skew), bytes, hash: [0; 32] }
+            })
+            .collect();
+        let manifest = manifest::Manifest { fingerprint: MODEL, layout: layout.clone(), seal: None };
+        let lengths = std::collections::BTreeMap::from([(0, 1 << 16), (1, 20 << 12)]);
+        let checked = check(&manifest.to_bytes(), &index::encode_all(&entries, &MODEL), &lengths);
+        let sound = |entry: &index::Entry| {
+            layout.record_bytes(entry.id).is_some_and(|bytes| bytes as u64 == entry.bytes)
+                && entry.offset % 4096 == 0
+                && lengths.get(&entry.file).is_some_and(|&len| entry.offset.checked_add(entry.bytes).is_some_and(|end| end <= len))
+        };
+        let apart = |a: &index::Entry, b: &index::Entry| {
+            a.id != b.id && (a.file != b.file || a.end() <= b.offset || b.end() <= a.offset)
+        };
+        let all_apart = entries.iter().enumerate().all(|(i, a)| entries[..i].iter().all(|b| apart(a, b)));
+        prop_assert_eq!(checked.is_ok(), entries.iter().all(sound) && all_apart);
+        if let Ok(ids) = checked {
+            prop_assert_eq!(ids, entries.iter().map(|entry| entry.id).collect::<Vec<_>>());
+        }
     }
 }
