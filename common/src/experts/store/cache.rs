@@ -1,11 +1,15 @@
-//! The slots: page-aligned buffers of one maximal record each, filled once and then shared.
+//! The slots: page-aligned buffers of one record each, filled once and then shared.
+//!
+//! Slots have the size of their record, because an int8 MTP expert is nearly twice an int4 one and
+//! would make every slot that large. A slot is reused for records of the same size and given back to
+//! the system when another size needs the room.
 //!
 //! A slot is *free*, *loading* (owned by a reader thread) or *resident* (an `Arc` in the table).
 //! Whoever computes holds a clone of that `Arc`: a slot is evictable exactly while the table's is
 //! the only one, so nothing has to be unpinned by hand and a panicking caller leaks nothing.
 //! One mutex guards the table; it is never held during a read or a computation.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -42,15 +46,40 @@ enum State {
 
 struct Table {
     entries: HashMap<ExpertId, State>,
-    free: Vec<AlignedBuf>,
-    allocated: usize,
+    /// By size.
+    free: BTreeMap<usize, Vec<AlignedBuf>>,
+    /// Of all slots: free, loading and resident.
+    allocated_bytes: usize,
     policy: Box<dyn EvictionPolicy>,
+}
+
+impl Table {
+    fn release(&mut self, buf: AlignedBuf) {
+        self.free.entry(buf.len()).or_default().push(buf);
+    }
+
+    fn take_free(&mut self, bytes: usize) -> Option<AlignedBuf> {
+        let same_size = self.free.get_mut(&bytes)?;
+        let buf = same_size.pop();
+        if same_size.is_empty() {
+            self.free.remove(&bytes);
+        }
+        buf
+    }
 }
 
 pub(super) struct Cache {
     table: Mutex<Table>,
-    slots: usize,
-    slot_bytes: usize,
+    budget_bytes: usize,
+}
+
+/// An expert asked for.
+#[derive(Clone, Copy)]
+pub(super) struct Wanted {
+    /// The caller's own number of it.
+    pub item: usize,
+    pub id: ExpertId,
+    pub record_bytes: usize,
 }
 
 /// The answer to a request for several experts.
@@ -67,22 +96,23 @@ pub(super) struct Claims {
 }
 
 impl Cache {
-    pub(super) fn new(slots: usize, slot_bytes: usize, policy: Box<dyn EvictionPolicy>) -> Self {
-        let table = Table { entries: HashMap::new(), free: Vec::new(), allocated: 0, policy };
-        Self { table: Mutex::new(table), slots, slot_bytes }
+    pub(super) fn new(budget_bytes: usize, policy: Box<dyn EvictionPolicy>) -> Self {
+        let table = Table { entries: HashMap::new(), free: BTreeMap::new(), allocated_bytes: 0, policy };
+        Self { table: Mutex::new(table), budget_bytes }
     }
 
     fn lock(&self) -> MutexGuard<'_, Table> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Looks up `wanted` (item number, expert). Hits are taken before any slot is given away, so
+    /// Looks up the experts `wanted`. Hits are taken before any slot is given away, so
     /// that a miss never evicts an expert of the same request.
-    pub(super) fn claim(&self, wanted: Vec<(usize, ExpertId)>, arrivals: &Sender<Arrival>) -> Claims {
+    pub(super) fn claim(&self, wanted: &[Wanted], arrivals: &Sender<Arrival>) -> Claims {
         let mut claims = Claims::default();
         let mut table = self.lock();
         let mut misses = Vec::new();
-        for (item, id) in wanted {
+        for &one in wanted {
+            let Wanted { item, id, .. } = one;
             match table.entries.get_mut(&id) {
                 Some(State::Resident(record)) => {
                     claims.hits.push((item, Arc::clone(record)));
@@ -92,16 +122,16 @@ impl Cache {
                     waiters.push(Waiter { item, arrivals: arrivals.clone() });
                     claims.awaited += 1;
                 }
-                None => misses.push((item, id)),
+                None => misses.push(one),
             }
         }
-        for (item, id) in misses {
+        for Wanted { item, id, record_bytes } in misses {
             let waiter = Waiter { item, arrivals: arrivals.clone() };
             // The same expert may stand twice in one request.
             if let Some(State::Loading(waiters)) = table.entries.get_mut(&id) {
                 waiters.push(waiter);
                 claims.awaited += 1;
-            } else if let Some(buf) = self.take_slot(&mut table) {
+            } else if let Some(buf) = self.take_slot(&mut table, record_bytes) {
                 table.entries.insert(id, State::Loading(vec![waiter]));
                 claims.loads.push((item, buf));
             } else {
@@ -111,17 +141,32 @@ impl Cache {
         claims
     }
 
-    /// A free slot, else a new one within the budget, else the one the policy gives up first.
-    fn take_slot(&self, table: &mut Table) -> Option<AlignedBuf> {
-        if let Some(buf) = table.free.pop() {
-            return Some(buf);
+    /// A free slot of this size, else a new one within the budget, for which free slots of other sizes
+    /// and then the experts that the policy gives up first make room. `None` when all that is left is
+    /// being read or computed.
+    fn take_slot(&self, table: &mut Table, bytes: usize) -> Option<AlignedBuf> {
+        loop {
+            if let Some(buf) = table.take_free(bytes) {
+                return Some(buf);
+            }
+            if table.allocated_bytes.saturating_add(bytes) <= self.budget_bytes
+                && let Ok(buf) = AlignedBuf::zeroed(bytes)
+            {
+                table.allocated_bytes += bytes;
+                return Some(buf);
+            }
+            if let Some(&other) = table.free.keys().next() {
+                drop(table.take_free(other));
+                table.allocated_bytes -= other;
+            } else {
+                let buf = Self::evict(table)?;
+                table.release(buf);
+            }
         }
-        if table.allocated < self.slots
-            && let Ok(buf) = AlignedBuf::zeroed(self.slot_bytes)
-        {
-            table.allocated += 1;
-            return Some(buf);
-        }
+    }
+
+    /// Takes the first expert that nobody computes out of the cache.
+    fn evict(table: &mut Table) -> Option<AlignedBuf> {
         let victim = table.policy.candidates().find(|id| {
             matches!(table.entries.get(id), Some(State::Resident(record)) if Arc::strong_count(record) == 1)
         })?;
@@ -138,7 +183,7 @@ impl Cache {
     pub(super) fn finish(&self, id: ExpertId, buf: AlignedBuf, read: Result<(), ExpertError>) {
         let mut table = self.lock();
         let Some(State::Loading(waiters)) = table.entries.remove(&id) else {
-            table.free.push(buf);
+            table.release(buf);
             return;
         };
         let (record, mut error) = match read {
@@ -149,7 +194,7 @@ impl Cache {
                 (Some(record), None)
             }
             Err(error) => {
-                table.free.push(buf);
+                table.release(buf);
                 (None, Some(error))
             }
         };
@@ -165,7 +210,7 @@ impl Cache {
     }
 
     #[cfg(test)]
-    pub(super) fn allocated(&self) -> usize {
-        self.lock().allocated
+    pub(super) fn allocated_bytes(&self) -> usize {
+        self.lock().allocated_bytes
     }
 }

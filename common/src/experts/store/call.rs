@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use super::super::{ExpertError, ExpertWork};
-use super::cache::{Arrival, Outcome, Record};
+use super::cache::{Arrival, Outcome, Record, Wanted};
 use super::job::{Item, Job};
 use super::{LocalStore, read_record};
 use crate::fixed::FixedRows;
@@ -69,8 +69,12 @@ impl<'a> Call<'a> {
         if self.pending.is_empty() {
             return;
         }
-        let wanted = self.pending.drain(..).map(|item| (item, self.job.items[item].id)).collect();
-        let claims = self.store.cache.claim(wanted, &self.sender);
+        let wanted = |item: usize| {
+            let Item { id, record_bytes, .. } = self.job.items[item];
+            Wanted { item, id, record_bytes }
+        };
+        let wanted: Vec<_> = self.pending.drain(..).map(wanted).collect();
+        let claims = self.store.cache.claim(&wanted, &self.sender);
         self.store.count_hits(claims.hits.len() + claims.awaited);
         self.awaited += claims.awaited + claims.loads.len();
         self.ready.extend(claims.hits);

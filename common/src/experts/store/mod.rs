@@ -66,7 +66,7 @@ impl LocalStore {
     /// Opens a store that keeps at most `ram_bytes` of records resident.
     ///
     /// # Errors
-    /// [`ExpertError::Budget`] when not even one record fits.
+    /// [`ExpertError::Budget`] when the largest record of the model does not fit.
     pub fn new(
         source: Arc<dyn ExpertSource>,
         kernels: Kernels,
@@ -87,16 +87,15 @@ impl LocalStore {
         ram_bytes: usize,
         policy: Box<dyn EvictionPolicy>,
     ) -> Result<Self, ExpertError> {
-        let slot_bytes = source.layout().max_record_bytes();
-        let slots = ram_bytes.checked_div(slot_bytes).unwrap_or(0);
-        if slots == 0 {
-            return Err(ExpertError::Budget { budget_bytes: ram_bytes, needed_bytes: slot_bytes });
+        let needed_bytes = source.layout().max_record_bytes();
+        if ram_bytes < needed_bytes || needed_bytes == 0 {
+            return Err(ExpertError::Budget { budget_bytes: ram_bytes, needed_bytes });
         }
         Ok(Self {
             source,
             kernels,
             profile,
-            cache: Arc::new(Cache::new(slots, slot_bytes, policy)),
+            cache: Arc::new(Cache::new(ram_bytes, policy)),
             counters: Arc::default(),
             readers: Readers::start(),
         })
@@ -176,7 +175,7 @@ fn read_record(
         path: source.describe().into(),
         source: std::io::Error::other(what.to_owned()),
     };
-    let record = buf.get_mut(..record_bytes).ok_or_else(|| failed("the record is larger than a slot"))?;
+    let record = buf.get_mut(..record_bytes).ok_or_else(|| failed("the record is larger than its slot"))?;
     std::panic::catch_unwind(AssertUnwindSafe(|| source.read(id, record)))
         .unwrap_or_else(|_| Err(failed("the reader panicked")))?;
     counters.misses.fetch_add(1, Ordering::Relaxed);
