@@ -5,12 +5,6 @@ use super::portable::padded;
 /// Columns per activation scale.
 pub const GROUP: usize = 64;
 
-/// Columns of a nibble stripe: 8 stripes per group.
-const NIBBLE_STRIPE: usize = 8;
-
-/// Columns of an int8 stripe: 16 stripes per group.
-const BYTE_STRIPE: usize = 4;
-
 /// int8 activation rows with one f32 scale per group of 64 columns.
 ///
 /// Per group, with `m = max|x|`: `scale = m · (1/127)` (f32 product with the f32 constant 1/127) and
@@ -91,23 +85,19 @@ impl QuantRows {
         let groups = cols.div_ceil(GROUP);
         let pairs = groups.div_ceil(2);
         let mut split = vec![0; rows * pairs * 2 * GROUP];
-        let mut nibble_offsets = vec![0; rows * pairs * 2 * (GROUP / NIBBLE_STRIPE)];
-        let mut byte_offsets = vec![0; rows * groups * (GROUP / BYTE_STRIPE)];
+        let mut nibble_offsets = vec![0; rows * pairs * 16];
+        let mut byte_offsets = vec![0; rows * groups * 16];
         let row_groups = values.chunks_exact(cols.max(1)).map(|row| row.chunks(GROUP).enumerate());
         for (row, row_groups) in row_groups.enumerate() {
             for (g, q) in row_groups {
-                let q: [i8; GROUP] = padded(q, 0);
+                let q = padded(q, 0);
                 let pair = &mut split[(row * pairs + g / 2) * 2 * GROUP..][..2 * GROUP];
                 let (even, odd) = pair.split_at_mut(GROUP);
                 let half = g % 2 * GROUP / 2;
-                for i in 0..GROUP / 2 {
-                    even[half..][i] = q[2 * i];
-                    odd[half..][i] = q[2 * i + 1];
-                }
-                let start = (row * pairs * 2 + g) * (GROUP / NIBBLE_STRIPE);
-                stripe_offsets::<NIBBLE_STRIPE>(&q, -8, &mut nibble_offsets[start..]);
-                let start = (row * groups + g) * (GROUP / BYTE_STRIPE);
-                stripe_offsets::<BYTE_STRIPE>(&q, -128, &mut byte_offsets[start..]);
+                split_columns(&q, &mut even[half..][..GROUP / 2], &mut odd[half..][..GROUP / 2]);
+                let bytes = &mut byte_offsets[(row * groups + g) * 16..][..16];
+                let nibbles = &mut nibble_offsets[(row * pairs * 2 + g) * 8..][..8];
+                stripe_offsets(&q, nibbles, bytes);
             }
         }
         Self { rows, cols, values, scales, split, nibble_offsets, byte_offsets }
@@ -152,10 +142,20 @@ fn part<T>(buffer: &[T], row: usize, len: usize) -> &[T] {
     &buffer[row * len..(row + 1) * len]
 }
 
-/// `factor · Σ q` of every stripe of a group.
-fn stripe_offsets<const STRIPE: usize>(q: &[i8; GROUP], factor: i32, offsets: &mut [i32]) {
-    for (q, offset) in q.as_chunks::<STRIPE>().0.iter().zip(offsets) {
-        *offset = factor * q.iter().map(|&q| i32::from(q)).sum::<i32>();
+/// Takes the even and the odd columns of a group apart.
+fn split_columns(q: &[i8; GROUP], even: &mut [i8], odd: &mut [i8]) {
+    for (([e, o], even), odd) in q.as_chunks::<2>().0.iter().zip(even).zip(odd) {
+        (*even, *odd) = (*e, *o);
+    }
+}
+
+/// `-8 · Σ q` of every stripe of 8 columns of a group, `-128 · Σ q` of every stripe of 4.
+fn stripe_offsets(q: &[i8; GROUP], nibbles: &mut [i32], bytes: &mut [i32]) {
+    for ((q, nibble), bytes) in q.as_chunks::<8>().0.iter().zip(nibbles).zip(bytes.as_chunks_mut::<2>().0) {
+        let q = q.map(i32::from);
+        let (first, second) = (q[0] + q[1] + q[2] + q[3], q[4] + q[5] + q[6] + q[7]);
+        *nibble = -8 * (first + second);
+        *bytes = [-128 * first, -128 * second];
     }
 }
 
