@@ -175,9 +175,11 @@ impl<'a> Resolver<'a> {
     }
 
     fn run(&mut self, wants: &[Want], layers: &[ExpertLayer]) -> Resolved {
-        let mut resolved = Resolved::default();
-        resolved.indexer_lacks = self.indexer_gap(wants);
-        resolved.mtp_lacks = self.mtp_gap(wants, layers);
+        let mut resolved = Resolved {
+            indexer_lacks: self.indexer_gap(wants),
+            mtp_lacks: self.mtp_gap(wants, layers),
+            ..Resolved::default()
+        };
         let wanted = |need: Need| wants.iter().filter(move |w| w.need == need);
         let promises_mtp = wanted(Need::Mtp).next().is_some();
         let mtp = promises_mtp && resolved.mtp_lacks.is_none();

@@ -289,7 +289,8 @@ mod tests {
             assert!(part.offset >= end && part.offset < end + PART_ALIGN_BYTES);
             end = part.range().end;
         }
-        assert!(end <= spec.record_bytes() && spec.record_bytes() % RECORD_ALIGN_BYTES == 0);
+        assert!(end <= spec.record_bytes());
+        assert!(spec.record_bytes().is_multiple_of(RECORD_ALIGN_BYTES));
     }
 
     #[test]
