@@ -134,7 +134,7 @@ impl LanguageModel for FakeModel {
             let hidden = self.hidden_of(&prefix);
             let logits = self.logits_of(&hidden);
             let best = (0..VOCAB).max_by(|&a, &b| logits[a].total_cmp(&logits[b]).then(b.cmp(&a))).unwrap();
-            let right = hidden[3] as u32 % 3 != 0;
+            let right = !(hidden[3] as u32).is_multiple_of(3);
             prefix.push(if right { best as u32 } else { (best as u32 + 1) % 700 });
         }
         Ok(prefix.split_off(start))

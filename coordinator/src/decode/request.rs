@@ -88,7 +88,7 @@ pub enum FinishReason {
 /// What the receiver of a generation sees.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// Prompt rows processed so far (rows reused from the session count as done).
+    /// Prompt rows processed so far: first those the session already had, then after each chunk.
     Prefill {
         /// Rows done.
         done: usize,

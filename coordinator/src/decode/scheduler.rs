@@ -127,7 +127,7 @@ struct Shared {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Queue> {
-        // The queue's invariants hold at every await-free statement, so a poisoned lock is still sound.
+        // No statement under the lock leaves the queue half changed, so a poisoned lock is still sound.
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -335,6 +335,7 @@ mod tests {
         let (handle, permits) = start(8);
         let cancelled = handle.submit(fake::request(&[1], 1000)).unwrap();
         cancelled.cancel_handle().cancel();
+        // Whether it was already in its first step or not.
         permits.send(()).unwrap();
         assert_eq!(cancelled.wait(|_| ()).unwrap().finish, FinishReason::Cancelled);
 

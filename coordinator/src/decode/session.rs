@@ -131,6 +131,10 @@ fn prefill(
     let rest = request.prompt.get(seq.len()..).unwrap_or_default();
     let chunk = if request.prefill_chunk == 0 { total } else { request.prefill_chunk };
     let mut hidden = Rows::default();
+    // Also the first chance to cancel, before anything is computed.
+    if on_event(Event::Prefill { done: seq.len(), total }).is_break() {
+        return Ok(Prefilled::Cancelled);
+    }
     for tokens in rest.chunks(chunk) {
         hidden = model.forward(seq, tokens, None)?;
         if drafting {

@@ -44,13 +44,13 @@ struct Outcome {
 
 /// Runs a request and checks its events against its result.
 fn run(session: &mut Session, engine: &Engine, request: &GenerateRequest) -> (Outcome, GenerateStats) {
-    let (mut ids, mut text, mut prefilled) = (Vec::new(), String::new(), 0);
+    let (mut ids, mut text, mut prefilled) = (Vec::new(), String::new(), None);
     let generation = session
         .generate(engine, request, &mut |event| {
             match event {
                 Event::Prefill { done, total } => {
-                    assert!(done > prefilled && done <= total && total == request.prompt.len());
-                    prefilled = done;
+                    assert!(prefilled < Some(done) && done <= total && total == request.prompt.len());
+                    prefilled = Some(done);
                 }
                 Event::Token { id, text: piece } => {
                     ids.push(id);
@@ -233,8 +233,8 @@ fn the_receiver_may_stop_anywhere() {
     let whole = run_all_ways(&engine, &fake::request(&[1, 2, 3, 4], 12));
     for drafts in POLICIES {
         let request = GenerateRequest { drafts, prefill_chunk: 2, ..fake::request(&[1, 2, 3, 4], 12) };
-        // Two prefill steps and twelve tokens.
-        for last in 1..=13 {
+        // Before, between and after two prefill steps, and after each of twelve tokens.
+        for last in 1..=14 {
             let mut session = Session::new();
             let mut events = 0;
             let generation = session.generate(&engine, &request, &mut |event| {
@@ -244,7 +244,7 @@ fn the_receiver_may_stop_anywhere() {
             let generation = generation.unwrap();
             assert_eq!(generation.finish, FinishReason::Cancelled);
             assert_eq!(events, last);
-            assert_eq!(generation.ids, whole.ids[..last.saturating_sub(2)]);
+            assert_eq!(generation.ids, whole.ids[..last.saturating_sub(3)]);
             // The session goes on as if nothing had happened.
             assert_eq!(run(&mut session, &engine, &request).0, whole);
         }
