@@ -176,24 +176,34 @@ pub fn convert(
             fresh
         }
     };
-    let kept: Vec<bool> = outputs.iter().map(|output| state.is_intact(to, output)).collect();
-    let missing = || outputs.iter().zip(&kept).filter(|(_, kept)| !**kept).map(|(output, _)| output);
-    check_space(to, missing().map(|output| output.bytes).sum())?;
+    let mut done = ConvertProgress {
+        files: 0,
+        total_files: outputs.len(),
+        bytes: 0,
+        total_bytes: outputs.iter().map(source_bytes).sum(),
+    };
+    let mut missing = Vec::new();
+    for output in &outputs {
+        // Hashing what is there takes minutes on a real model.
+        if !state.is_intact(to, output) {
+            missing.push(output);
+            continue;
+        }
+        done.files += 1;
+        done.bytes += source_bytes(output);
+        if progress(done).is_break() {
+            return Err(ConvertError::Cancelled);
+        }
+    }
+    check_space(to, missing.iter().map(|output| output.bytes).sum())?;
     std::fs::create_dir_all(to).map_err(ConvertError::io("create", to))?;
     let lock = take_lock(to)?;
     remove_partials(to)?;
     copy_side_files(from, to)?;
     state.save(to)?;
 
-    let mut done = ConvertProgress {
-        files: kept.iter().filter(|kept| **kept).count(),
-        total_files: outputs.len(),
-        bytes: 0,
-        total_bytes: outputs.iter().map(source_bytes).sum(),
-    };
-    done.bytes = done.total_bytes - missing().map(source_bytes).sum::<u64>();
     let kept_files = done.files;
-    for output in missing() {
+    for output in missing {
         let hash = write_file(&source, output, to, &mut |consumed| {
             done.bytes += consumed;
             progress(done)

@@ -429,7 +429,7 @@ proptest! {
         let checked = check(&manifest.to_bytes(), &index::encode_all(&entries, &MODEL), &lengths);
         let sound = |entry: &index::Entry| {
             layout.record_bytes(entry.id).is_some_and(|bytes| bytes as u64 == entry.bytes)
-                && entry.offset % 4096 == 0
+                && entry.offset.is_multiple_of(4096)
                 && lengths.get(&entry.file).is_some_and(|&len| entry.offset.checked_add(entry.bytes).is_some_and(|end| end <= len))
         };
         let apart = |a: &index::Entry, b: &index::Entry| {
