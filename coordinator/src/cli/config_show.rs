@@ -46,6 +46,7 @@ type Setting = (Value, &'static str);
 pub fn run(args: &ShowArgs, command: &Command, argv: &[OsString]) -> Result<(), CliError> {
     let lines = if args.command.is_empty() { every_command(command) } else { vec![args.command.clone()] };
     let mut shown = BTreeMap::new();
+    let mut file = None;
     for line in lines {
         let mut full = global_part(argv);
         full.extend(line);
@@ -53,6 +54,7 @@ pub fn run(args: &ShowArgs, command: &Command, argv: &[OsString]) -> Result<(), 
             LayerError::Clap(e) => CliError::Usage(first_line(&e.to_string())),
             LayerError::File(e) => e,
         })?;
+        file = layered.file.clone();
         let (name, settings) = settings(command, &layered);
         if !settings.is_empty() {
             shown.insert(name, settings);
@@ -68,6 +70,10 @@ pub fn run(args: &ShowArgs, command: &Command, argv: &[OsString]) -> Result<(), 
             .collect();
         return output::emit_json(&tables);
     }
+    output::note(&match file {
+        Some(path) => format!("configuration file: {}", path.display()),
+        None => format!("no configuration file ({} does not exist here)", layers::DEFAULT_FILE),
+    });
     output::emit(&as_toml(&shown))
 }
 

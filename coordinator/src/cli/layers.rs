@@ -24,6 +24,10 @@ const FOREIGN: [&str; 2] = ["node", "help"];
 /// Flags that cannot stand in the file.
 const NOT_IN_FILE: [&str; 3] = ["config", "help", "version"];
 
+/// Flags that mean something else than in other commands: their variable carries the command's name
+/// and only the command's own table sets them.
+const OWN_MEANING: [(&str, &str); 2] = [("pack", "experts"), ("convert", "experts")];
+
 /// Matches of a command line after all layers, and which flags came from the file.
 pub struct Layered {
     /// The final matches.
@@ -89,11 +93,12 @@ pub fn with_environment(command: Command) -> Command {
     if FOREIGN.contains(&command.get_name()) {
         return command;
     }
+    let owner = command.get_name().to_owned();
     command
         .mut_args(|arg| match arg.get_long() {
             Some(long) if !matches!(long, "help" | "version") => {
                 // Names live as long as the process; clap wants them static.
-                let name: &'static str = environment_name(long).leak();
+                let name: &'static str = environment_name(&owner, long).leak();
                 let arg = arg.env(OsStr::from(name)).hide_env(true);
                 match arg.get_action() {
                     ArgAction::SetTrue => arg.value_parser(BoolishValueParser::new()),
@@ -105,9 +110,14 @@ pub fn with_environment(command: Command) -> Command {
         .mut_subcommands(with_environment)
 }
 
-/// The environment variable of a long flag.
-pub fn environment_name(long: &str) -> String {
-    format!("SHIMMER_{}", long.replace('-', "_").to_ascii_uppercase())
+/// The environment variable of a command's long flag.
+pub fn environment_name(command: &str, long: &str) -> String {
+    let owner = if has_own_meaning(command, long) { format!("{command}_") } else { String::new() };
+    format!("SHIMMER_{owner}{long}").replace('-', "_").to_ascii_uppercase()
+}
+
+fn has_own_meaning(command: &str, long: &str) -> bool {
+    OWN_MEANING.contains(&(command, long))
 }
 
 fn without_requirements(command: Command) -> Command {
@@ -198,6 +208,7 @@ fn collect(
         if FOREIGN.contains(&subcommand.get_name()) {
             return Ok(());
         }
+        values.retain(|key, _| !has_own_meaning(name, key));
         table = table.and_then(|t| t.get(name)).and_then(toml::Value::as_table);
         (command, matches) = (subcommand, inner);
     }
@@ -351,6 +362,7 @@ mod tests {
         for arg in run.get_arguments().filter(|a| a.get_long().is_some_and(|l| l != "help")) {
             assert!(arg.get_env().is_some(), "{arg}");
         }
-        assert_eq!(environment_name("max-tokens"), "SHIMMER_MAX_TOKENS");
+        assert_eq!(environment_name("run", "max-tokens"), "SHIMMER_MAX_TOKENS");
+        assert_eq!(environment_name("pack", "experts"), "SHIMMER_PACK_EXPERTS");
     }
 }

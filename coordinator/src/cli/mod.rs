@@ -4,17 +4,32 @@
 //! stdout and everything else to stderr ([`output`]); errors carry their exit code ([`error`]).
 
 mod answer;
+mod bandwidth;
+mod chat;
+mod chat_session;
+mod cluster;
 mod completions;
 mod config_show;
+mod convert;
+mod demo;
+mod demo_model;
+mod demo_nodes;
+mod doctor;
+mod doctor_cluster;
+mod doctor_model;
 mod error;
+mod http_client;
 mod interrupt;
 mod layers;
 mod logging;
 mod machine;
 mod memory;
 mod model_args;
+mod node;
 mod open;
 mod output;
+mod pack;
+mod plan;
 mod run;
 mod sampling_args;
 mod score;
@@ -67,12 +82,30 @@ struct Cli {
 
 #[derive(Subcommand, Debug)]
 enum Command {
+    /// The main job with nothing to install: a toy model, expert nodes on this machine, a chat
+    Demo(Box<demo::DemoArgs>),
     /// One answer to stdout
     Run(Box<run::RunArgs>),
+    /// A conversation in the terminal
+    Chat(Box<chat::ChatArgs>),
     /// The HTTP gateway and status page
     Serve(Box<serve::ServeArgs>),
     /// Teacher-forced logits and perplexity of token ids
     Score(Box<score::ScoreArgs>),
+    /// Turn a Hugging Face checkpoint into a quantised container
+    Convert(convert::ConvertArgs),
+    /// Write an expert pack from a container
+    Pack(pack::PackArgs),
+    /// What would go where and how fast it might be, from headers only
+    Plan(Box<plan::PlanArgs>),
+    /// Read-only checks of machine, model and cluster
+    Doctor(Box<doctor::DoctorArgs>),
+    /// The cluster: certificates, invitations, nodes
+    #[command(subcommand)]
+    Cluster(cluster::ClusterCommand),
+    /// The expert node's command line
+    #[command(hide = true, disable_help_flag = true)]
+    Node(node::NodeArgs),
     /// Shell completions
     Completions(completions::CompletionsArgs),
     /// The effective configuration and where it comes from
@@ -93,8 +126,13 @@ pub fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return report_clap(&error),
     };
+    let cli_command = match cli.command {
+        // A node sets up its own logging and has its own exit codes.
+        Command::Node(args) => return node::run(args),
+        other => other,
+    };
     logging::start(cli.log_format);
-    match dispatch(cli.command, &command, &argv) {
+    match dispatch(cli_command, &command, &argv) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => error.report(),
     }
@@ -102,9 +140,17 @@ pub fn main() -> ExitCode {
 
 fn dispatch(command: Command, clap: &clap::Command, argv: &[OsString]) -> Result<(), CliError> {
     match command {
+        Command::Demo(args) => demo::run(&args),
         Command::Run(args) => run::run(&args),
+        Command::Chat(args) => chat::run(&args),
         Command::Serve(args) => serve::run(&args),
         Command::Score(args) => score::run(&args),
+        Command::Convert(args) => convert::run(&args),
+        Command::Pack(args) => pack::run(&args),
+        Command::Plan(args) => plan::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
+        Command::Cluster(command) => cluster::run(&command),
+        Command::Node(_) => Ok(()),
         Command::Completions(args) => completions::run(&args, clap),
         Command::Config(config_show::ConfigCommand::Show(args)) => config_show::run(&args, clap, argv),
     }

@@ -1,0 +1,108 @@
+//! The cluster's part of `shimmer doctor`: directory, certificates, nodes.
+
+use std::path::Path;
+
+use x509_parser::pem::parse_x509_pem;
+
+use super::cluster::probe;
+use super::doctor::{Area, Check};
+use crate::cluster::ClusterState;
+
+/// Days before its end from which a certificate is worth a warning.
+const EXPIRY_WARNING_DAYS: i64 = 30;
+const DAY_S: i64 = 86_400;
+
+/// Checks the cluster directory, its certificates and every known or listed node.
+pub fn checks(dir: &Path, listed: &[String]) -> Vec<Check> {
+    let area = Area::Cluster;
+    let state = match ClusterState::open(dir) {
+        Ok(state) => state,
+        Err(error) => {
+            return vec![Check::fail(
+                area,
+                "cluster",
+                error.to_string(),
+                "make one with `shimmer cluster init`",
+            )];
+        }
+    };
+    let mut checks = vec![Check::ok(area, "cluster", format!("nodes join at {}", state.listen()))];
+    checks.extend(["ca.crt", "coordinator.crt"].map(|name| certificate(&dir.join(name))));
+    match state.members() {
+        Err(error) => checks.push(Check::fail(area, "nodes", error.to_string(), "restore the file")),
+        Ok(members) => {
+            for member in members.iter().filter(|m| !m.revoked) {
+                let found = member.addresses.iter().find_map(|a| probe(a).map(|ms| (a, ms)));
+                checks.push(match found {
+                    Some((address, ms)) => {
+                        Check::ok(area, &member.name, format!("{address} answers in {ms:.1} ms"))
+                    }
+                    None => not_reachable(&member.name, &member.addresses.join(", ")),
+                });
+            }
+        }
+    }
+    for address in listed {
+        checks.push(match probe(address) {
+            Some(ms) => Check::ok(area, address, format!("answers in {ms:.1} ms")),
+            None => not_reachable(address, address),
+        });
+    }
+    checks
+}
+
+fn not_reachable(name: &str, addresses: &str) -> Check {
+    let found = format!("does not answer at {addresses}");
+    Check::fail(
+        Area::Cluster,
+        name,
+        found,
+        "start it with `shimmer-node start --data DIR` and check the firewall",
+    )
+}
+
+fn certificate(path: &Path) -> Check {
+    let what =
+        path.file_name().map_or_else(|| "certificate".to_owned(), |n| n.to_string_lossy().into_owned());
+    let again = "start a new cluster with `shimmer cluster init` and invite the nodes again";
+    match remaining_days(path) {
+        Err(error) => Check::fail(Area::Cluster, &what, error, again),
+        Ok(days) if days < 0 => Check::fail(Area::Cluster, &what, format!("ended {} days ago", -days), again),
+        Ok(days) if days < EXPIRY_WARNING_DAYS => {
+            Check::warn(Area::Cluster, &what, format!("ends in {days} days"), again)
+        }
+        Ok(days) => Check::ok(Area::Cluster, &what, format!("valid for {days} days")),
+    }
+}
+
+/// Days until the certificate ends; an error also when it is not valid yet.
+fn remaining_days(path: &Path) -> Result<i64, String> {
+    let pem = std::fs::read(path).map_err(|e| format!("cannot be read: {e}"))?;
+    let (_, pem) = parse_x509_pem(&pem).map_err(|e| format!("is no certificate: {e}"))?;
+    let certificate = pem.parse_x509().map_err(|e| format!("is no certificate: {e}"))?;
+    let validity = certificate.validity();
+    let now = x509_parser::time::ASN1Time::now().timestamp();
+    if now < validity.not_before.timestamp() {
+        return Err("is not valid yet; check this machine's clock".to_owned());
+    }
+    Ok((validity.not_after.timestamp() - now).div_euclid(DAY_S))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::doctor::State;
+    use super::*;
+
+    #[test]
+    fn a_fresh_cluster_is_sound_and_a_missing_one_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let cluster = dir.path().join("cluster");
+        assert_eq!(checks(&cluster, &[])[0].state, State::Fail);
+        ClusterState::init(&cluster, "127.0.0.1:0".parse().unwrap()).unwrap();
+        let found = checks(&cluster, &["127.0.0.1:1".to_owned()]);
+        let states: Vec<State> = found.iter().map(|c| c.state).collect();
+        assert_eq!(states, [State::Ok, State::Ok, State::Ok, State::Fail], "{found:?}");
+        std::fs::write(cluster.join("ca.crt"), "nonsense").unwrap();
+        assert!(checks(&cluster, &[]).iter().any(|c| c.what == "ca.crt" && c.state == State::Fail));
+    }
+}
