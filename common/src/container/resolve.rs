@@ -348,8 +348,8 @@ impl<'a> Resolver<'a> {
             stamp: self.index.stamps.get(name).map(String::as_str),
             group_hint: match need {
                 Need::Always => hints.main,
-                Need::Indexer => hints.indexer,
-                Need::Mtp | Need::MtpIndexer | Need::MtpOwn => hints.mtp,
+                Need::Indexer => hints.indexer.or(hints.main),
+                Need::Mtp | Need::MtpIndexer | Need::MtpOwn => hints.mtp.or(hints.main),
             },
             agreed_group: self.agreed_group,
         };
