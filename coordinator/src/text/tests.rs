@@ -219,10 +219,35 @@ fn damaged_text_files_are_named() {
     let whole = std::fs::read_to_string(at("tokenizer.json")).unwrap();
     std::fs::write(at("tokenizer.json"), &whole[..whole.len() / 2]).unwrap();
     assert_file_error(open(), "tokenizer.json", "not a valid tokenizer");
-    let mut other: Value = serde_json::from_str(&whole).unwrap();
-    other["decoder"] = json!({"type": "WordPiece", "prefix": "##", "cleanup": true});
-    std::fs::write(at("tokenizer.json"), other.to_string()).unwrap();
-    assert_file_error(open(), "tokenizer.json", "byte-level");
+    let changed = |change: &dyn Fn(&mut Value)| {
+        let mut json: Value = serde_json::from_str(&whole).unwrap();
+        change(&mut json);
+        std::fs::write(at("tokenizer.json"), json.to_string()).unwrap();
+        open()
+    };
+    let other_decoder = json!({"type": "WordPiece", "prefix": "##", "cleanup": true});
+    assert_file_error(
+        changed(&|json| json["decoder"] = other_decoder.clone()),
+        "tokenizer.json",
+        "byte-level",
+    );
+    assert_file_error(
+        changed(&|json| json["added_tokens"][3]["id"] = json!(1703)),
+        "tokenizer.json",
+        "id 1703",
+    );
+    assert_file_error(changed(&|json| json["model"]["vocab"]["!"] = json!(-1)), "tokenizer.json", "-1");
+    assert_file_error(
+        changed(&|json| json["model"]["vocab"]["!"] = json!(u32::MAX)),
+        "tokenizer.json",
+        "another",
+    );
+    let no_vocabulary = |json: &mut Value| {
+        json["model"]["vocab"] = json!({"!": 0});
+        json["model"]["merges"] = json!([]);
+        json["added_tokens"] = json!([]);
+    };
+    assert_file_error(changed(&no_vocabulary), "tokenizer.json", "single byte");
     std::fs::remove_file(at("tokenizer.json")).unwrap();
     assert_file_error(open(), "tokenizer.json", "missing");
 }

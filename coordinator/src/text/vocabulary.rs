@@ -5,6 +5,7 @@
 
 use std::path::Path;
 
+use serde::Deserialize;
 use tokenizers::{DecoderWrapper, Tokenizer};
 
 use super::TextError;
@@ -48,6 +49,7 @@ impl Vocabulary {
         // Padding and truncation are a training batch's concern; a prompt is never cut silently.
         tokenizer.with_padding(None);
         tokenizer.with_truncation(None).map_err(|error| file_error(error.to_string()))?;
+        check_added_ids(&json, &tokenizer).map_err(file_error)?;
         let (bytes, tokens) = byte_table(&tokenizer, vocab_size).map_err(file_error)?;
         Ok(Vocabulary { tokenizer, bytes, tokens })
     }
@@ -75,6 +77,34 @@ impl Vocabulary {
     }
 }
 
+/// The part of `tokenizer.json` in which the `tokenizers` crate renumbers without a word.
+#[derive(Deserialize)]
+struct AddedTokens {
+    #[serde(default)]
+    added_tokens: Vec<AddedToken>,
+}
+
+#[derive(Deserialize)]
+struct AddedToken {
+    id: u32,
+    content: String,
+}
+
+/// Refuses files in which an added token would get another id than the one written.
+fn check_added_ids(json: &[u8], tokenizer: &Tokenizer) -> Result<(), String> {
+    let file: AddedTokens = serde_json::from_slice(json).map_err(|error| error.to_string())?;
+    for token in file.added_tokens {
+        let found = tokenizer.token_to_id(&token.content);
+        if found != Some(token.id) {
+            return Err(format!(
+                "added token {:?} has id {} but would become {found:?}; copy the file again from the model's original checkpoint",
+                token.content, token.id
+            ));
+        }
+    }
+    Ok(())
+}
+
 fn byte_table(tokenizer: &Tokenizer, vocab_size: usize) -> Result<(Vec<u8>, Vec<TokenBytes>), String> {
     let vocab = tokenizer.get_vocab(true);
     let added = tokenizer.get_added_tokens_decoder();
@@ -88,6 +118,12 @@ fn byte_table(tokenizer: &Tokenizer, vocab_size: usize) -> Result<(Vec<u8>, Vec<
     let mut bytes = Vec::new();
     let mut tokens = vec![TokenBytes::default(); vocab_size];
     let alphabet = ByteAlphabet::new();
+    // Text with such a byte would be dropped without a word.
+    if let Some(byte) = alphabet.first_missing(|token| vocab.contains_key(token)) {
+        return Err(format!(
+            "no token stands for the single byte 0x{byte:02x}; copy the file again from the model's original checkpoint"
+        ));
+    }
     for (token, &id) in &vocab {
         let start = bytes.len();
         match added.get(&id) {
@@ -120,6 +156,15 @@ impl ByteAlphabet {
             }
         }
         ByteAlphabet { byte_of }
+    }
+
+    /// The first byte of UTF-8 texts whose one-byte token does not exist.
+    fn first_missing(&self, exists: impl Fn(&str) -> bool) -> Option<u8> {
+        let stand_ins =
+            (0_u32..).zip(self.byte_of).filter_map(|(code, byte)| Some((char::from_u32(code)?, byte?)));
+        let in_utf8 = |byte: u8| !matches!(byte, 0xC0 | 0xC1 | 0xF5..);
+        let mut missing = stand_ins.filter(|&(c, byte)| in_utf8(byte) && !exists(c.encode_utf8(&mut [0; 4])));
+        missing.next().map(|(_, byte)| byte)
     }
 
     /// Appends the bytes a base token stands for; a token outside the alphabet stands for its own text.
