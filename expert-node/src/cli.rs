@@ -5,9 +5,11 @@ use std::io::{IsTerminal as _, Write as _};
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::LazyLock;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use shimmer_common::experts::pack::Pack;
+use shimmer_common::kernels::Kernels;
 
 use crate::config::NodeConfig;
 use crate::error::NodeError;
@@ -24,9 +26,13 @@ Examples:
 Exit codes: 0 done, 1 failed, 2 bad usage, 3 data damaged or unsupported, 4 coordinator cannot be
 reached, 130 interrupted.";
 
+/// Version and the instruction set found on this CPU.
+static VERSION: LazyLock<String> =
+    LazyLock::new(|| format!("{} ({})", env!("CARGO_PKG_VERSION"), Kernels::best().isa()));
+
 /// Lends a PC's memory and disk to a Shimmer cluster.
 #[derive(Parser)]
-#[command(name = "shimmer-node", version, after_help = AFTER_HELP)]
+#[command(name = "shimmer-node", version = VERSION.as_str(), after_help = AFTER_HELP)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

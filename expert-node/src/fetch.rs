@@ -169,10 +169,89 @@ impl<'a> Assembler<'a> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use shimmer_proto::v1::shards_server::{Shards, ShardsServer};
+
     use super::*;
     use crate::testing::synthetic_layout;
 
     const ID: ExpertId = ExpertId { layer: 1, index: 2 };
+
+    /// Serves records of sevens; flips a bit of the data while `flips` lasts.
+    struct Flipping {
+        layout: ExpertLayout,
+        flips: AtomicUsize,
+    }
+
+    #[tonic::async_trait]
+    impl Shards for Flipping {
+        type FetchStream = tokio_stream::Iter<std::vec::IntoIter<Result<v1::RecordPart, tonic::Status>>>;
+
+        async fn fetch(
+            &self,
+            request: tonic::Request<v1::FetchRequest>,
+        ) -> Result<tonic::Response<Self::FetchStream>, tonic::Status> {
+            let request = request.into_inner();
+            let mut parts = Vec::new();
+            for (&layer, &expert) in request.layers.iter().zip(&request.experts) {
+                let id = ExpertId { layer: layer as u16, index: expert as u16 };
+                let mut record = vec![7u8; self.layout.record_bytes(id).unwrap()];
+                let blake3 = blake3::hash(&record).as_bytes().to_vec().into();
+                let record_bytes = record.len() as u64;
+                if self.flips.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1)).is_ok()
+                {
+                    record[100] ^= 1;
+                }
+                let header = v1::RecordHeader { layer, expert, record_bytes, blake3 };
+                parts.push(Ok(v1::RecordPart { part: Some(v1::record_part::Part::Header(header)) }));
+                for chunk in record.chunks(5000) {
+                    let data = v1::record_part::Part::Data(chunk.to_vec().into());
+                    parts.push(Ok(v1::RecordPart { part: Some(data) }));
+                }
+            }
+            Ok(tonic::Response::new(tokio_stream::iter(parts)))
+        }
+    }
+
+    /// Fetches every expert from a coordinator that flips `flips` bits.
+    fn fetch_with(flips: usize) -> (Result<(), FetchError>, usize) {
+        let layout = synthetic_layout(64, 64, &[1], 4);
+        let dir = tempfile::tempdir().unwrap();
+        let fingerprint = shimmer_common::container::Fingerprint([1; 32]);
+        let store =
+            Arc::new(PackStore::open_or_create(&dir.path().join("shard"), fingerprint, &layout).unwrap());
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let fetched = runtime.block_on(async {
+            let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let address = format!("http://{}", listener.local_addr().unwrap());
+            let service =
+                ShardsServer::new(Flipping { layout: layout.clone(), flips: AtomicUsize::new(flips) });
+            let incoming = tonic::transport::server::TcpIncoming::from(listener);
+            tokio::spawn(
+                tonic::transport::Server::builder().add_service(service).serve_with_incoming(incoming),
+            );
+            let channel = tonic::transport::Endpoint::from_shared(address).unwrap().connect().await.unwrap();
+            let ours = Facts { name: "node test".into(), fingerprint: None, profile: None };
+            let wanted: Vec<ExpertId> = layout.ids().collect();
+            fetch(channel, &ours, &store, &wanted, |_| {}).await
+        });
+        (fetched, store.ids().len())
+    }
+
+    #[test]
+    fn a_bit_flipped_on_the_way_is_noticed_and_fetched_again() {
+        let (fetched, held) = fetch_with(2);
+        assert!(fetched.is_ok() && held == 4, "{fetched:?}, {held} held");
+    }
+
+    #[test]
+    fn a_coordinator_that_always_sends_damage_is_given_up_on() {
+        let (fetched, held) = fetch_with(usize::MAX);
+        let error = fetched.unwrap_err().to_string();
+        assert!(error.contains("layer 1 expert 0") && error.contains("BLAKE3"), "{error}");
+        assert_eq!(held, 0, "nothing damaged is kept");
+    }
 
     fn header(change: impl FnOnce(&mut v1::RecordHeader)) -> v1::RecordPart {
         let bytes = synthetic_layout(64, 64, &[1], 4).record_bytes(ID).unwrap() as u64;

@@ -153,7 +153,8 @@ impl Node {
         let mut inner = self.lock();
         let Some(pending) = inner.pending.remove(&reply.id) else { return };
         if let Some(v1::reply::Outcome::Failure(failure)) = &reply.outcome {
-            self.failures.fetch_add(1, Ordering::Relaxed);
+            // A missed deadline has been counted already.
+            self.failures.fetch_add(u64::from(!pending.missed), Ordering::Relaxed);
             let unavailable = matches!(
                 failure.code(),
                 v1::ErrorCode::NotHeld | v1::ErrorCode::Read | v1::ErrorCode::Damaged
@@ -196,6 +197,9 @@ impl Node {
             );
             inner.status = status;
             inner.since = Instant::now();
+            inner.why = why.to_owned();
+        } else if status == Status::Lost {
+            // Why the latest attempt failed.
             inner.why = why.to_owned();
         }
         self.changed.ring();

@@ -261,11 +261,9 @@ impl Node {
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
         let running = config.clone();
         let thread = std::thread::spawn(move || {
-            let ended = shimmer_node::run(running, listener, async {
+            shimmer_node::run(running, listener, async {
                 let _ = stopped.await;
-            });
-            eprintln!("node ended: {ended:?}");
-            ended
+            })
         });
         Self { config, addr, stop: Some(stop), thread: Some(thread) }
     }

@@ -185,3 +185,150 @@ pub fn decode_sums(
     FixedRows::unpack(rows, layout.hidden_size, fraction_bits, bytes)
         .map_err(|e| WireError::new("reply", e.to_string()))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::synthetic_layout;
+    use shimmer_common::experts::ExpertLayout;
+    use shimmer_common::quant::Format;
+
+    const HIDDEN: usize = 96;
+
+    fn layout(format: Format) -> ExpertLayout {
+        let mut layout = synthetic_layout(HIDDEN, 64, &[3], 8);
+        layout.specs[0].gate.format = format;
+        layout.specs[0].up.format = format;
+        layout
+    }
+
+    fn batch() -> RoutedBatch {
+        let x: Vec<f32> = (0..6 * HIDDEN).map(|i| (i as f32 * 0.37).sin()).collect();
+        // Row 4 is routed to nobody here.
+        let ids = [1, 5, 5, 7, 1, 2, 2, 5, 0, 0, 7, 1];
+        let gates: Vec<f32> = (0..12).map(|i| 0.1 + i as f32 / 16.0).collect();
+        let mut batch =
+            RoutedBatch::from_routes(3, Activations::from_f32(x, HIDDEN).quantized(), &ids, &gates, 2);
+        batch.work.retain(|w| w.expert != 0);
+        batch
+    }
+
+    fn dispatch(layout: &ExpertLayout, batch: &RoutedBatch) -> (v1::Dispatch, Vec<usize>) {
+        let work: Vec<&ExpertWork> = batch.work.iter().collect();
+        dispatch_to_wire(layout, batch, &work, 77, 250).unwrap()
+    }
+
+    #[test]
+    fn a_dispatch_carries_the_rows_its_experts_need() {
+        let batch = batch();
+        for format in [Format::Int8Row, Format::Bf16] {
+            let layout = layout(format);
+            let (wire, rows) = dispatch(&layout, &batch);
+            assert_eq!(rows, [0, 1, 2, 3, 5], "row 4 stays at home");
+            let (id, received) = decode_dispatch(&wire.encode_to_vec(), &layout).unwrap();
+            assert_eq!((id, received.layer, received.x.rows()), (77, 3, 5));
+            for (sent, got) in batch.work.iter().zip(&received.work) {
+                assert_eq!(sent.expert, got.expert);
+                let back: Vec<_> = got.rows.iter().map(|r| (rows[r.row as usize] as u32, r.gate)).collect();
+                assert_eq!(back, sent.rows.iter().map(|r| (r.row, r.gate)).collect::<Vec<_>>());
+            }
+            let (ours, theirs) = (batch.x.quant().unwrap(), received.x.quant().unwrap());
+            for (i, &row) in rows.iter().enumerate() {
+                assert_eq!(theirs.values()[i * HIDDEN..][..HIDDEN], ours.values()[row * HIDDEN..][..HIDDEN]);
+                assert_eq!(theirs.scales()[i * 2..][..2], ours.scales()[row * 2..][..2]);
+            }
+            assert_eq!(received.x.floats().is_some(), format == Format::Bf16, "{format}");
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let layout = layout(Format::Int8Row);
+        let good = dispatch(&layout, &batch()).0;
+        assert!(dispatch_from_wire(&good, &layout).is_ok());
+        let changes: [fn(&mut v1::Dispatch); 18] = [
+            |d| d.layer = 4,
+            |d| d.layer = 1 << 20,
+            |d| d.rows = 0,
+            |d| d.rows = u32::MAX,
+            |d| d.rows += 1,
+            |d| d.experts[0] = 8,
+            |d| d.experts.swap(0, 1),
+            |d| d.experts[1] = d.experts[0],
+            |d| drop(d.experts.pop()),
+            |d| d.counts[0] += 1,
+            |d| d.counts[0] = 0,
+            |d| d.counts[0] = u32::MAX,
+            |d| d.row_indices[0] = 5,
+            |d| d.row_indices.swap(0, 1),
+            |d| d.gates[0] = f32::NAN,
+            |d| drop(d.gates.pop()),
+            |d| d.scales = vec![0; 3].into(),
+            |d| d.floats = vec![0; 4].into(),
+        ];
+        for (i, change) in changes.into_iter().enumerate() {
+            let mut bad = good.clone();
+            change(&mut bad);
+            assert!(dispatch_from_wire(&bad, &layout).is_err(), "change {i} was accepted");
+        }
+        let mut bad = good.clone();
+        bad.values = bad.values.iter().map(|_| 0x80).collect::<Vec<u8>>().into();
+        assert!(dispatch_from_wire(&bad, &layout).is_err(), "-128 is not an activation");
+        let mut bad = good;
+        bad.scales =
+            bad.scales.chunks(4).flat_map(|_| f32::INFINITY.to_le_bytes()).collect::<Vec<u8>>().into();
+        assert!(dispatch_from_wire(&bad, &layout).is_err(), "infinite scale");
+    }
+
+    /// Whatever arrives: an error or a batch that fits, never a panic.
+    #[test]
+    fn mutated_bytes_never_panic() {
+        let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+        let mut random = move || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state as usize
+        };
+        let batch = batch();
+        let mut refused = 0;
+        for format in [Format::Int8Row, Format::Bf16] {
+            let layout = layout(format);
+            let good = dispatch(&layout, &batch).0.encode_to_vec();
+            for len in 0..good.len() {
+                let _ = decode_dispatch(&good[..len], &layout);
+            }
+            for _ in 0..20_000 {
+                let mut bytes = good.clone();
+                for _ in 0..1 + random() % 4 {
+                    let at = random() % bytes.len();
+                    // Mostly the small fields at the beginning and end, not the activations.
+                    let at = if at.is_multiple_of(2) { at % 24 } else { bytes.len() - 1 - at % 120 };
+                    bytes[at] = random() as u8;
+                }
+                match decode_dispatch(&bytes, &layout) {
+                    Err(_) => refused += 1,
+                    Ok((_, batch)) => {
+                        let rows = batch.x.rows();
+                        assert!(batch.work.iter().flat_map(|w| &w.rows).all(|r| (r.row as usize) < rows));
+                    }
+                }
+            }
+        }
+        assert!(refused > 10_000, "{refused} mutations were refused");
+    }
+
+    #[test]
+    fn sums_decode_to_the_rows_asked_for_or_not_at_all() {
+        let layout = layout(Format::Int8Row);
+        let mut sums = FixedRows::zeroed(3, HIDDEN, 24);
+        sums.add_weighted(1, 0.5, &[1.25; HIDDEN]).unwrap();
+        let packed = sums.pack();
+        assert_eq!(decode_sums(&packed, 3, &layout, 24).unwrap(), sums);
+        assert!(decode_sums(&packed, 2, &layout, 24).is_err());
+        assert!(decode_sums(&packed, usize::MAX, &layout, 24).is_err());
+        for len in 0..packed.len() {
+            assert!(decode_sums(&packed[..len], 3, &layout, 24).is_err(), "cut at {len}");
+        }
+    }
+}
