@@ -298,10 +298,6 @@ mod tests {
         let missing = ClusterState::open(&state.dir().join("nothing")).unwrap_err();
         assert!(missing.to_string().contains("cluster init"), "{missing}");
         std::fs::write(state.dir().join("cluster.json"), "{").unwrap();
-        assert!(
-            ClusterState::open(state.dir()).unwrap_err().to_string().contains("cluster.json is damaged")
-                == false
-        );
         assert!(ClusterState::open(state.dir()).unwrap_err().to_string().contains("is damaged"));
     }
 
