@@ -169,8 +169,6 @@ impl Cluster for Control {
             let remote = remote.ok_or_else(|| Status::internal("the caller's address is not known"))?;
             addresses.push(SocketAddr::new(remote.ip(), port).to_string());
         }
-        let node = self.membership.get_or_add(&member.id, &member.name, &addresses);
-        node.introduce(&member.name, &addresses);
         let control = self.clone();
         blocking(move || {
             // A heartbeat with the known addresses writes nothing.
@@ -182,6 +180,9 @@ impl Cluster for Control {
                     }
                 })
                 .map_err(|e| internal(&e))?;
+            // Dialled only when the address is stored: a coordinator that restarts finds it there.
+            let node = control.membership.get_or_add(&member.id, &member.name, &addresses);
+            node.introduce(&member.name, &addresses);
             let members = control.state.members().map_err(|e| internal(&e))?;
             let owners: Vec<String> = members.into_iter().filter(|m| !m.revoked).map(|m| m.id).collect();
             let layout = control.source.layout();
