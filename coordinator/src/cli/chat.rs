@@ -23,7 +23,7 @@ use crate::decode::DraftPolicy;
 Type /help inside. Ctrl-C stops the answer, Ctrl-D ends the chat.")]
 pub struct ChatArgs {
     /// Model directory; repeat it for a model spread over several disks
-    #[arg(long, value_name = "DIR", required_unless_present = "url", conflicts_with = "url")]
+    #[arg(long, value_name = "DIR", conflicts_with = "url")]
     model: Vec<PathBuf>,
 
     /// Talk to this server instead of loading a model (http:// only)

@@ -91,7 +91,9 @@ pub fn run(args: &DemoArgs) -> Result<(), CliError> {
     let engine = loaded.engine()?;
     let before = loaded.served();
     let done = match &args.prompt {
-        Some(prompt) => one_answer(args, prompt, &loaded, &engine, &interrupt, (ready_s, nodes.pids()), &before),
+        Some(prompt) => {
+            one_answer(args, prompt, &loaded, &engine, &interrupt, (ready_s, nodes.pids()), &before)
+        }
         None => chat(args, &loaded, &engine, &interrupt, &before),
     };
     drop(engine);

@@ -12,11 +12,11 @@ use crate::text::TextModel;
 #[command(next_help_heading = "Sampling")]
 pub struct SamplingArgs {
     /// 0 = always the most probable token [default: the model's]
-    #[arg(long, value_name = "X")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub temperature: Option<f64>,
 
     /// Keep the most probable tokens up to this mass [default: the model's]
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub top_p: Option<f64>,
 
     /// Keep this many tokens, 0 = all [default: the model's]
@@ -24,7 +24,7 @@ pub struct SamplingArgs {
     pub top_k: Option<usize>,
 
     /// Keep tokens at least this many times as probable as the best
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub min_p: Option<f64>,
 
     /// Seed; the same seed gives the same answer on any topology [default: random]

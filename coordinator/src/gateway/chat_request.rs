@@ -80,6 +80,9 @@ fn check_model(fields: &Fields<'_>, served: &str) -> Result<(), ApiError> {
     }
 }
 
+/// Whether a value asks for nothing special.
+type Harmless<'a> = &'a dyn Fn(&Value) -> bool;
+
 /// Fields whose meaning this server cannot honour, unless they ask for the default.
 fn refuse_unsupported(fields: &Fields<'_>) -> Result<(), ApiError> {
     let zero = |v: &Value| v.as_f64() == Some(0.0);
@@ -89,7 +92,7 @@ fn refuse_unsupported(fields: &Fields<'_>) -> Result<(), ApiError> {
         |v: &Value| v.as_object().is_some_and(Map::is_empty) || v.as_array().is_some_and(Vec::is_empty);
     let text_only = |v: &Value| v["type"] == "text" || *v == serde_json::json!(["text"]);
     let free_choice = |v: &Value| *v == "auto" || *v == "none";
-    let harmless: [(&str, &dyn Fn(&Value) -> bool); 19] = [
+    let harmless: [(&str, Harmless<'_>); 19] = [
         ("n", &one),
         ("best_of", &one),
         ("presence_penalty", &zero),
@@ -334,4 +337,115 @@ fn stops(fields: &Fields<'_>) -> Result<Vec<String>, ApiError> {
         }
     };
     values.into_iter().map(text).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    const DEFAULTS: SamplingDefaults =
+        SamplingDefaults { temperature: 0.7, top_p: 0.95, top_k: 0, min_p: 0.0 };
+
+    fn with<T>(body: Value, check: impl Fn(&Fields<'_>) -> T) -> T {
+        check(&Fields::new(body.as_object().unwrap()))
+    }
+
+    #[test]
+    fn sampling_follows_request_then_defaults() {
+        let params =
+            with(json!({ "top_k": -1, "seed": -5, "top_p": 0.5 }), |f| sampling(f, &DEFAULTS, 1)).unwrap();
+        assert_eq!((params.temperature, params.top_p, params.top_k), (0.7, 0.5, 0));
+        assert_eq!(params.seed, (-5i64).cast_unsigned());
+        let none = with(json!({ "top_p": 0, "seed": null }), |f| sampling(f, &DEFAULTS, 42)).unwrap();
+        assert_eq!((none.top_k, none.seed), (1, 42));
+        for body in [json!({ "temperature": 2.1 }), json!({ "top_k": -2 }), json!({ "min_p": 1.5 })] {
+            assert_eq!(with(body, |f| sampling(f, &DEFAULTS, 1)).unwrap_err().code, "invalid_value");
+        }
+    }
+
+    #[test]
+    fn the_first_token_limit_present_wins() {
+        let limit = |body| with(body, max_tokens);
+        assert_eq!(limit(json!({ "max_completion_tokens": 5, "max_tokens": 9 })).unwrap(), Some(5));
+        assert_eq!(limit(json!({ "max_tokens": -1 })).unwrap(), None);
+        assert_eq!(limit(json!({ "max_tokens": 0 })).unwrap_err().code, "invalid_value");
+    }
+
+    #[test]
+    fn stop_strings_are_one_or_many_and_never_empty() {
+        let stop = |body| with(body, stops);
+        assert_eq!(stop(json!({ "stop": "a" })).unwrap(), ["a"]);
+        assert_eq!(stop(json!({ "stop_sequences": ["a", "b"] })).unwrap(), ["a", "b"]);
+        assert!(stop(json!({ "stop": [] })).unwrap().is_empty());
+        assert_eq!(stop(json!({ "stop": [""] })).unwrap_err().code, "invalid_value");
+        assert_eq!(stop(json!({ "stop": 5 })).unwrap_err().code, "invalid_type");
+    }
+
+    #[test]
+    fn thinking_controls_have_an_order() {
+        let run = |body: Value, default| {
+            let mut chat = ChatInput::default();
+            thinking(&Fields::new(body.as_object().unwrap()), default, &mut chat)?;
+            Ok::<_, ApiError>(chat.kwargs.get("enable_thinking").and_then(Value::as_bool))
+        };
+        assert_eq!(run(json!({}), None).unwrap(), None);
+        assert_eq!(run(json!({}), Some(false)).unwrap(), Some(false));
+        assert_eq!(
+            run(
+                json!({ "chat_template_kwargs": { "enable_thinking": true }, "enable_thinking": false }),
+                None
+            )
+            .unwrap(),
+            Some(true)
+        );
+        assert_eq!(run(json!({ "thinking": { "type": "disabled" } }), Some(true)).unwrap(), Some(false));
+        assert_eq!(run(json!({ "reasoning_effort": "none" }), Some(true)).unwrap(), Some(false));
+        assert_eq!(run(json!({ "reasoning": { "effort": "high" } }), Some(false)).unwrap(), Some(true));
+        assert_eq!(
+            run(json!({ "enable_thinking": false, "reasoning_effort": "high" }), None).unwrap_err().code,
+            "invalid_value"
+        );
+    }
+
+    #[test]
+    fn messages_are_brought_into_the_templates_form() {
+        let parts = json!({ "role": "developer", "content": ["a", { "type": "input_text", "text": "b" }] });
+        let message_of = |value: &Value| message(value, 3);
+        assert_eq!(message_of(&parts).unwrap(), json!({ "role": "system", "content": "ab" }));
+        assert_eq!(message_of(&json!({ "role": "assistant", "content": null })).unwrap()["content"], "");
+        let image = json!({ "role": "user", "content": [{ "type": "image_url" }] });
+        assert_eq!(message_of(&image).unwrap_err().param.as_deref(), Some("messages.3.content.0"));
+    }
+
+    #[test]
+    fn tools_may_be_flat_and_need_names() {
+        let flat = json!({ "tools": [{ "type": "function", "name": "f", "parameters": {} }] });
+        let nested = with(flat, tools).unwrap();
+        assert_eq!(nested[0]["function"]["name"], "f");
+        assert!(
+            with(json!({ "tools": [{ "type": "function", "name": "f" }], "tool_choice": "none" }), tools)
+                .unwrap()
+                .is_empty()
+        );
+        assert_eq!(
+            with(json!({ "tools": [{ "type": "function", "name": "ä" }] }), tools).unwrap_err().code,
+            "invalid_value"
+        );
+    }
+
+    #[test]
+    fn meaning_that_cannot_be_honoured_is_refused() {
+        for body in [
+            json!({ "n": 2 }),
+            json!({ "logprobs": true }),
+            json!({ "response_format": { "type": "json_object" } }),
+            json!({ "tool_choice": "required" }),
+        ] {
+            assert_eq!(with(body, refuse_unsupported).unwrap_err().code, "unsupported_parameter");
+        }
+        let defaults = json!({ "n": 1, "logprobs": false, "presence_penalty": 0.0, "logit_bias": {}, "tool_choice": "auto" });
+        assert!(with(defaults, refuse_unsupported).is_ok());
+    }
 }

@@ -25,7 +25,7 @@ pub struct ApiError {
     /// One sentence.
     pub message: String,
     /// Seconds after which a retry makes sense.
-    pub retry_after_s: Option<u64>,
+    pub retry_after_s: Option<u32>,
     /// Further members of the `error` object.
     pub extra: Vec<(&'static str, Value)>,
 }
