@@ -76,6 +76,12 @@ pub fn run(args: &ChatArgs) -> Result<(), CliError> {
         };
         return ChatSession::remote(server, setup(limits), interrupt).run();
     }
+    // Not a requirement for clap: the model may come from shimmer.toml, which is merged later.
+    if args.model.is_empty() {
+        return Err(CliError::Usage(
+            "give --model DIR for a model here or --url http://host:port for a server".into(),
+        ));
+    }
     let model_args =
         ModelArgs { model: args.model.clone(), pack: args.pack.clone(), limits: args.limits.clone() };
     let loaded = open::load(&model_args)?;
