@@ -99,3 +99,34 @@ pub fn assert_close(what: &str, got: &Tensor, want: &Tensor) {
         }
     }
 }
+
+/// Rewrites the header of a safetensors file; the data stays as it is.
+///
+/// # Panics
+/// When the file is not one of our well-formed test files.
+pub fn edit_header(path: &Path, edit: impl FnOnce(&mut serde_json::Map<String, Value>)) {
+    let bytes = std::fs::read(path).expect("a readable shard");
+    let header_len = u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes")) as usize;
+    let (header, data) = bytes[8..].split_at(header_len);
+    let mut header: Value = serde_json::from_slice(header).expect("a JSON header");
+    edit(header.as_object_mut().expect("an object"));
+    let header = header.to_string().into_bytes();
+    let mut out = (header.len() as u64).to_le_bytes().to_vec();
+    out.extend_from_slice(&header);
+    out.extend_from_slice(data);
+    std::fs::write(path, out).expect("a writable shard");
+}
+
+/// Changes the bytes of one tensor in place.
+///
+/// # Panics
+/// When the tensor is not there.
+pub fn edit_data(path: &Path, tensor: &str, edit: impl FnOnce(&mut [u8])) {
+    let mut bytes = std::fs::read(path).expect("a readable shard");
+    let header_len = u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes")) as usize;
+    let header: Value = serde_json::from_slice(&bytes[8..8 + header_len]).expect("a JSON header");
+    let offset = |i: usize| header[tensor]["data_offsets"][i].as_u64().expect("an offset") as usize;
+    let (begin, end) = (8 + header_len + offset(0), 8 + header_len + offset(1));
+    edit(&mut bytes[begin..end]);
+    std::fs::write(path, bytes).expect("a writable shard");
+}
