@@ -28,14 +28,14 @@ const NODE_WAIT: Duration = Duration::from_secs(60);
 /// Requests that may wait beside the running one.
 pub const QUEUE_LIMIT: usize = 16;
 
-/// A loaded model and what stands behind it.
-pub struct Loaded {
+/// A loaded model and what stands behind it; `T` is `()` where no text is read or written.
+pub struct Loaded<T = Arc<TextModel>> {
     /// The opened container.
     pub container: Container,
     /// The model.
     pub model: Arc<dyn LanguageModel>,
     /// Its text side.
-    pub text: Arc<TextModel>,
+    pub text: T,
     /// Computes; every parallel step runs inside.
     pub pool: Arc<rayon::ThreadPool>,
     /// This machine's experts, if it holds any.
@@ -60,7 +60,9 @@ impl Loaded {
         EngineHandle::start(engine, self.pool.clone(), QUEUE_LIMIT)
             .map_err(|e| CliError::Failed(format!("cannot start the engine thread: {e}")))
     }
+}
 
+impl<T> Loaded<T> {
     /// Experts computed so far, per place.
     pub fn served(&self) -> Served {
         let nodes = self.cluster.as_ref().map(|c| c.nodes()).unwrap_or_default();
@@ -174,20 +176,22 @@ pub fn compute_pool(threads: Option<usize>) -> Result<Arc<rayon::ThreadPool>, Cl
 /// # Errors
 /// [`CliError`] with the documented exit codes.
 pub fn load(args: &ModelArgs) -> Result<Loaded, CliError> {
-    load_checked(args, |_| Ok(()))
+    load_with(args, |container| {
+        Ok(Arc::new(TextModel::open(container.dir(), container.config().vocab_size())?))
+    })
 }
 
-/// As [`load`]; `check` may refuse the model once its headers are known, before anything is loaded.
+/// As [`load`]; `text` gets the opened headers and makes the text side, or refuses the model, before
+/// anything big is read.
 ///
 /// # Errors
-/// As [`load`], and those of `check`.
-pub fn load_checked(
+/// As [`load`], and those of `text`.
+pub fn load_with<T>(
     args: &ModelArgs,
-    check: impl FnOnce(&Container) -> Result<(), CliError>,
-) -> Result<Loaded, CliError> {
+    text: impl FnOnce(&Container) -> Result<T, CliError>,
+) -> Result<Loaded<T>, CliError> {
     let container = container(&args.model)?;
-    check(&container)?;
-    let text = Arc::new(TextModel::open(container.dir(), container.config().vocab_size())?);
+    let text = text(&container)?;
     let source = expert_source(&container, args.pack.as_ref())?;
     let cluster = open_cluster(&args.limits)?;
     load_parts(container, text, source, &args.limits, cluster, |_| Ok(()))
@@ -218,14 +222,14 @@ fn open_cluster(limits: &LimitArgs) -> Result<Option<ClusterState>, CliError> {
 ///
 /// # Errors
 /// [`CliError`].
-pub fn load_parts(
+pub fn load_parts<T>(
     container: Container,
-    text: Arc<TextModel>,
+    text: T,
     source: Arc<dyn ExpertSource>,
     limits: &LimitArgs,
     cluster: Option<ClusterState>,
     joined: impl FnOnce(&Arc<ClusterExperts>) -> Result<(), CliError>,
-) -> Result<Loaded, CliError> {
+) -> Result<Loaded<T>, CliError> {
     let started = Instant::now();
     let kernels = limits.isa.kernels()?;
     let profile = NumericProfile::default();

@@ -62,7 +62,7 @@ pub fn run(args: &ScoreArgs) -> Result<(), CliError> {
     let mut model_args = args.model.clone();
     let longest = sequences.iter().map(Vec::len).max().unwrap_or(1);
     model_args.limits.context = Some(model_args.limits.context.unwrap_or(longest).max(longest));
-    let loaded = open::load_checked(&model_args, |container| check_ids(&sequences, container, &args.ids))?;
+    let loaded = open::load_with(&model_args, |container| check_ids(&sequences, container, &args.ids))?;
     let total: usize = sequences.iter().map(Vec::len).sum();
     let bar = output::count_bar("scoring", total as u64);
     let mut tensors = BTreeMap::new();
@@ -87,7 +87,7 @@ pub fn run(args: &ScoreArgs) -> Result<(), CliError> {
     report(args, &sum, &loaded, sequences.len())
 }
 
-fn report(args: &ScoreArgs, sum: &Score, loaded: &Loaded, sequences: usize) -> Result<(), CliError> {
+fn report(args: &ScoreArgs, sum: &Score, loaded: &Loaded<()>, sequences: usize) -> Result<(), CliError> {
     if args.json {
         return output::emit_json(&json!({
             "sequences": sequences,
@@ -141,7 +141,7 @@ fn square(rows: Vec<Vec<f32>>) -> Tensor {
 }
 
 fn score_sequence(
-    loaded: &Loaded,
+    loaded: &Loaded<()>,
     ids: &[u32],
     options: ScoreOptions,
     interrupt: &Interrupt,
