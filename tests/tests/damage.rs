@@ -102,7 +102,12 @@ fn truncated_shard() {
     let patient = Patient::new();
     let shard = patient.shard_of(EXPERT);
     let len = std::fs::metadata(&shard).expect("a shard").len();
-    std::fs::OpenOptions::new().write(true).open(&shard).expect("writable").set_len(len - 1).expect("shorter");
+    std::fs::OpenOptions::new()
+        .write(true)
+        .open(&shard)
+        .expect("writable")
+        .set_len(len - 1)
+        .expect("shorter");
     patient.refused(DAMAGED, &[name(&shard), EXPERT, "incomplete"]);
 }
 
@@ -260,7 +265,9 @@ fn a_renamed_shard_is_no_damage() {
 fn missing_tokenizer_and_missing_model() {
     let patient = Patient::new();
     let model = patient.model();
-    let args = |model: &Path| ["run".into(), "--model".into(), model.as_os_str().to_owned(), "--prompt".into(), "hi".into()];
+    let args = |model: &Path| {
+        ["run".into(), "--model".into(), model.as_os_str().to_owned(), "--prompt".into(), "hi".into()]
+    };
     program().refused(DAMAGED, &["tokenizer.json"], args(&model));
     program().refused(DAMAGED, &["no-such-model"], args(&patient.dir.path().join("no-such-model")));
 }

@@ -79,7 +79,13 @@ fn ram_budgets_and_packs() {
         let scorer = Scorer::new(model);
         let reference = scorer.score(&[]);
         let pack = scorer.dir.path().join("pack");
-        program().ok(["pack".as_ref(), "--model".as_ref(), scorer.model.as_os_str(), "--to".as_ref(), pack.as_os_str()]);
+        program().ok([
+            "pack".as_ref(),
+            "--model".as_ref(),
+            scorer.model.as_os_str(),
+            "--to".as_ref(),
+            pack.as_os_str(),
+        ]);
         let pack = pack.to_str().expect("UTF-8");
         let largest = largest_record(&scorer.model);
         for experts in [1, 3, 1000] {

@@ -85,7 +85,8 @@ impl Streaming {
         let mut flags = answer_flags(how, extra);
         flags.extend(model.iter().map(String::as_str));
         let mut command = program().command(flags);
-        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the program starts");
+        let child =
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the program starts");
         Self { child, text: Vec::new() }
     }
 

@@ -45,7 +45,8 @@ fn check_case(case: &str) {
         }
         compared += 1;
     }
-    let argmax: Vec<usize> = serde_json::from_value(meta(case)["teacher_forced_argmax"].clone()).expect("ids");
+    let argmax: Vec<usize> =
+        serde_json::from_value(meta(case)["teacher_forced_argmax"].clone()).expect("ids");
     assert_eq!(got["logits"].argmax_rows(), argmax, "{case}");
     assert!(compared > 4, "{case}: only {compared} tensors were compared");
 }
