@@ -22,8 +22,11 @@ use crate::decode::{Engine, EngineHandle};
 use crate::model::{self, LanguageModel};
 use crate::text::TextModel;
 
-/// How long listed nodes may take to get ready.
-const NODE_WAIT: Duration = Duration::from_secs(60);
+/// How long nodes that were asked for by name may take to get ready.
+const LISTED_WAIT: Duration = Duration::from_secs(60);
+
+/// How long the other members may take: enough for every node that runs, short for those that are off.
+const MEMBER_WAIT: Duration = Duration::from_secs(4);
 
 /// Requests that may wait beside the running one.
 pub const QUEUE_LIMIT: usize = 16;
@@ -273,19 +276,17 @@ pub fn load_parts<T>(
     Ok(Loaded { container, model, text, pool, local, cluster, memory, load_s, isa: kernels.isa() })
 }
 
-/// Waits for every node that is listed and says which nodes compute.
+/// Waits for listed nodes, then briefly for the other members, and says which nodes compute.
 fn wait_for_nodes(experts: &ClusterExperts, limits: &LimitArgs) -> Result<(), CliError> {
-    let expected = limits.expert_nodes.len().max(experts.nodes().len());
-    if expected > 0 {
-        output::note(&format!("cluster: waiting for {expected} nodes"));
-    }
-    let outcome =
-        experts.wait_ready(expected.max(usize::from(limits.experts == ExpertsChoice::Cluster)), NODE_WAIT);
-    match (outcome, limits.experts) {
-        (Ok(()), _) => {}
-        (Err(error), ExpertsChoice::Cluster) => return Err(error.into()),
-        (Err(error), _) => {
-            output::note(&format!("warning: {error}; this machine computes the missing experts"))
+    let cluster_only = limits.experts == ExpertsChoice::Cluster;
+    let required = limits.expert_nodes.len().max(usize::from(cluster_only));
+    let members = experts.nodes().len();
+    let others = if members > required { members } else { 0 };
+    for (count, wait) in [(required, LISTED_WAIT), (others, MEMBER_WAIT)] {
+        match experts.wait_ready(count, wait) {
+            Ok(()) => {}
+            Err(error) if cluster_only && count == required => return Err(error.into()),
+            Err(error) => output::note(&format!("warning: {error}; other machines compute its experts")),
         }
     }
     let nodes = experts.nodes();
