@@ -4,6 +4,8 @@
 //! give the same bits are written down in `docs/architecture.md` and implemented in [`math`],
 //! [`quant`], [`kernels`], [`fixed`] and [`ffn`].
 
+#![deny(unsafe_code)]
+
 pub mod container;
 pub mod convert;
 pub mod disk;

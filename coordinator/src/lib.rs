@@ -2,6 +2,8 @@
 //!
 //! Arrows point one way: `cli → gateway → decode → model → common`, `model → (expert seam) ← cluster`.
 
+#![forbid(unsafe_code)]
+
 pub mod cli;
 pub mod cluster;
 pub mod decode;

@@ -24,8 +24,10 @@
 
 mod activations;
 #[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)]
 mod avx512;
 mod matmul;
 mod ops;
