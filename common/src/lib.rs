@@ -17,3 +17,4 @@ pub mod math;
 pub mod mem;
 pub mod profile;
 pub mod quant;
+pub mod size;

@@ -10,7 +10,7 @@ use shimmer_common::convert::{self, ConvertError, ConvertOptions, TargetFormat};
 use super::error::CliError;
 use super::interrupt::Interrupt;
 use super::output;
-use super::size::Size;
+use shimmer_common::size::Size;
 
 /// Arguments of `shimmer convert`.
 #[derive(Args, Clone, Debug)]

@@ -14,7 +14,7 @@ use super::interrupt::Interrupt;
 use super::machine;
 use super::model_args::LimitArgs;
 use super::output;
-use super::size::Size;
+use shimmer_common::size::Size;
 
 /// Free bytes below which a disk counts as full.
 const LOW_DISK_BYTES: u64 = 1 << 30;

@@ -14,8 +14,8 @@ use super::interrupt::Interrupt;
 use super::machine;
 use super::memory::{self, Needs};
 use super::output;
-use super::size::Size;
 use crate::text::TextModel;
+use shimmer_common::size::Size;
 
 /// Most damaged items listed one by one.
 const MAX_LISTED: usize = 20;

@@ -8,7 +8,7 @@ use shimmer_common::experts::ExpertLayout;
 use super::error::CliError;
 use super::machine;
 use super::model_args::LimitArgs;
-use super::size::Size;
+use shimmer_common::size::Size;
 
 /// Context used when nobody asks for one.
 const DEFAULT_CONTEXT_TOKENS: usize = 8192;

@@ -34,7 +34,6 @@ mod run;
 mod sampling_args;
 mod score;
 mod serve;
-mod size;
 mod tensor_file;
 
 use std::ffi::OsString;

@@ -7,8 +7,8 @@ use clap::{Args, ValueEnum};
 use shimmer_common::kernels::{Isa, Kernels};
 
 use super::error::CliError;
-use super::size::Size;
 use crate::decode::DraftPolicy;
+use shimmer_common::size::Size;
 
 /// Which instruction set computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]

@@ -16,11 +16,11 @@ use super::machine;
 use super::memory::{self, MemoryPlan, Needs};
 use super::model_args::{ExpertsChoice, LimitArgs, ModelArgs};
 use super::output;
-use super::size::Size;
 use crate::cluster::{ClusterExperts, ClusterModel, ClusterOptions, ClusterState};
 use crate::decode::{Engine, EngineHandle};
 use crate::model::{self, LanguageModel};
 use crate::text::TextModel;
+use shimmer_common::size::Size;
 
 /// How long nodes that were asked for by name may take to get ready.
 const LISTED_WAIT: Duration = Duration::from_secs(60);

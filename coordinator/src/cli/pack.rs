@@ -12,7 +12,7 @@ use super::error::CliError;
 use super::interrupt::Interrupt;
 use super::open;
 use super::output;
-use super::size::Size;
+use shimmer_common::size::Size;
 
 /// Arguments of `shimmer pack`.
 #[derive(Args, Clone, Debug)]

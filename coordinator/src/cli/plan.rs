@@ -15,8 +15,8 @@ use super::memory::{self, MemoryPlan, Needs};
 use super::model_args::ModelArgs;
 use super::open;
 use super::output;
-use super::size::Size;
 use crate::cluster::{ClusterState, Member};
+use shimmer_common::size::Size;
 
 /// Arguments of `shimmer plan`.
 #[derive(Args, Clone, Debug)]

@@ -14,9 +14,9 @@ use super::model_args::ModelArgs;
 use super::open::{self, Loaded};
 use super::output;
 use super::sampling_args::ThinkArgs;
-use super::size::Size;
 use crate::decode::EngineHandle;
 use crate::gateway::{self, ApiKeys, Gateway, GatewayConfig, SamplingDefaults, Totals};
+use shimmer_common::size::Size;
 
 /// How long running answers may take after the server was asked to stop.
 const DRAIN: Duration = Duration::from_secs(30);
