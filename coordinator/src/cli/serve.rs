@@ -49,6 +49,10 @@ pub struct ServeArgs {
     #[arg(long)]
     insecure_no_auth: bool,
 
+    /// Name under which clients reach this server, such as mypc.local, when no API keys guard it; repeatable
+    #[arg(long = "allowed-host", value_name = "NAME")]
+    allowed_hosts: Vec<String>,
+
     /// Name of the model in the API [default: the directory's name]
     #[arg(long, value_name = "NAME")]
     served_model_name: Option<String>,
@@ -109,7 +113,7 @@ async fn serve(
     let asked = interrupt.clone();
     let server = gateway::serve(gateway, listener, async move { asked.wait().await });
     tokio::select! {
-        ended = server => ended.map_err(failed),
+        () = server => Ok(()),
         () = async {
             interrupt.wait().await;
             output::note("finishing the running answers; press Ctrl-C again to stop at once");
@@ -170,6 +174,7 @@ fn config(args: &ServeArgs, loaded: &Arc<Loaded>, api_keys: ApiKeys) -> Result<G
         drafts: args.model.limits.draft.0,
         prefill_chunk: args.model.limits.prefill_chunk,
         api_keys,
+        allowed_hosts: args.allowed_hosts.clone(),
         max_body_bytes: usize::try_from(args.max_body.0).unwrap_or(usize::MAX),
         facts: facts(loaded),
         experts: Box::new(move || serde_json::to_value(counts.served()).unwrap_or(Value::Null)),

@@ -2,13 +2,12 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::Json;
 use axum::body::Bytes;
-use axum::extract::State;
-use axum::extract::rejection::BytesRejection;
-use axum::http::StatusCode;
+use axum::extract::{FromRequest as _, Request, State};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Map, Value, json};
 
@@ -18,18 +17,18 @@ use super::{Gateway, body, sse};
 use crate::decode::{Event, FinishReason, GenerateRequest, Generation, JobEvent};
 use crate::text::{ReplyEvent, ReplyParser, TextError, ToolCall, prompt_opens_thinking};
 
+/// Time for a whole body, counted once and not per read.
+const BODY_TIME: Duration = Duration::from_secs(60);
+
 /// Answers one request.
 ///
 /// # Errors
 /// The envelope of the first thing that is wrong, before the engine sees the request.
 pub async fn completions(
     State(gateway): State<Arc<Gateway>>,
-    body: Result<Bytes, BytesRejection>,
+    request: Request,
 ) -> Result<Response, ApiError> {
-    let bytes = body.map_err(|rejection| match rejection.status() {
-        StatusCode::PAYLOAD_TOO_LARGE => errors::request_too_large(gateway.config.max_body_bytes),
-        _ => errors::invalid_json("it ended early"),
-    })?;
+    let bytes = read_body(request, gateway.config.max_body_bytes, BODY_TIME).await?;
     let prepared = {
         let gateway = gateway.clone();
         // Templates and tokenizers are arithmetic: they do not belong on the network's threads.
@@ -44,6 +43,30 @@ pub async fn completions(
         return Ok(sse::respond(gateway, job, envelope, reply, prepared.request));
     }
     whole(&gateway, job, &envelope, reply, &prepared.request).await
+}
+
+/// Reads a body; one that says it is too large is refused before it comes.
+async fn read_body(request: Request, limit: usize, time: Duration) -> Result<Bytes, ApiError> {
+    check_head(request.headers(), limit)?;
+    let body = tokio::time::timeout(time, Bytes::from_request(request, &())).await;
+    let body = body.map_err(|_| errors::request_timeout(time.as_secs()))?;
+    body.map_err(|rejection| match rejection.status() {
+        StatusCode::PAYLOAD_TOO_LARGE => errors::request_too_large(limit),
+        _ => errors::invalid_json("it ended early"),
+    })
+}
+
+/// What can be said of a body before it is read.
+fn check_head(headers: &HeaderMap, limit: usize) -> Result<(), ApiError> {
+    let text = |name| headers.get(name).and_then(|v| v.to_str().ok());
+    if let Some(encoding) = text(header::CONTENT_ENCODING).filter(|e| !e.eq_ignore_ascii_case("identity")) {
+        return Err(errors::unsupported_encoding(encoding));
+    }
+    let length = text(header::CONTENT_LENGTH).and_then(|length| length.parse::<u64>().ok());
+    if length.is_some_and(|length| length > limit as u64) {
+        return Err(errors::request_too_large(limit));
+    }
+    Ok(())
 }
 
 fn internal(message: &str) -> crate::decode::DecodeError {
@@ -85,8 +108,7 @@ fn prepare(gateway: &Gateway, bytes: &[u8]) -> Result<Prepared, ApiError> {
 /// Splits the reply and counts reasoning tokens while it arrives.
 pub struct Reply {
     parser: ReplyParser,
-    in_reasoning: bool,
-    /// Tokens before the first piece of the answer.
+    /// Tokens of the think block.
     pub reasoning_tokens: usize,
     /// Whether a complete call was made.
     pub called: bool,
@@ -96,7 +118,6 @@ impl Reply {
     fn new(prepared: &Prepared) -> Self {
         Self {
             parser: ReplyParser::new(prepared.in_thinking, &prepared.request.chat.tools),
-            in_reasoning: prepared.in_thinking,
             reasoning_tokens: 0,
             called: false,
         }
@@ -109,9 +130,11 @@ impl Reply {
             Event::Token { text, .. } => (text, 1),
             Event::Tail { text } => (text, 0),
         };
+        let began_in_reasoning = self.parser.is_reasoning();
         let pieces = if text.is_empty() { Vec::new() } else { self.parser.push(&text) };
         self.note(&pieces);
-        if self.in_reasoning {
+        // The tags around the reasoning are part of it.
+        if began_in_reasoning || self.parser.is_reasoning() {
             self.reasoning_tokens += tokens;
         }
         pieces
@@ -125,7 +148,6 @@ impl Reply {
     }
 
     fn note(&mut self, pieces: &[ReplyEvent]) {
-        self.in_reasoning &= pieces.iter().all(|p| matches!(p, ReplyEvent::Reasoning(_)));
         self.called |= pieces.iter().any(|p| matches!(p, ReplyEvent::ToolCall(_)));
     }
 
@@ -290,6 +312,31 @@ mod tests {
         assert_eq!(called["reasoning_content"], "r");
         assert_eq!(called["tool_calls"][0]["function"]["arguments"], "{}");
         assert_eq!(message(&[ReplyEvent::Reasoning("r".into())], false)["reasoning_content"], Value::Null);
+    }
+
+    #[test]
+    fn calls_are_not_counted_as_reasoning() {
+        let mut reply = Reply { parser: ReplyParser::new(true, &[]), reasoning_tokens: 0, called: false };
+        for text in ["I", " call.", "</think>", "<tool_call>", "f", "</tool_call>"] {
+            reply.event(Event::Token { id: 0, text: text.into() });
+        }
+        reply.finish();
+        assert_eq!((reply.reasoning_tokens, reply.called), (3, true));
+    }
+
+    #[tokio::test]
+    async fn bodies_have_a_size_an_encoding_and_a_time() {
+        let read = |name: &'static str, value: &'static str, body: axum::body::Body| {
+            let mut request = Request::new(body);
+            request.headers_mut().insert(name, value.parse().unwrap());
+            read_body(request, 10, Duration::from_millis(50))
+        };
+        let never =
+            || axum::body::Body::from_stream(tokio_stream::pending::<Result<Bytes, std::io::Error>>());
+        assert_eq!(read("content-length", "11", never()).await.unwrap_err().code, "request_too_large");
+        assert_eq!(read("content-encoding", "gzip", never()).await.unwrap_err().code, "unsupported_encoding");
+        assert_eq!(read("content-length", "10", never()).await.unwrap_err().code, "request_timeout");
+        assert_eq!(read("content-length", "2", "{}".into()).await.unwrap(), "{}");
     }
 
     #[test]

@@ -90,9 +90,11 @@ fn refuse_unsupported(fields: &Fields<'_>) -> Result<(), ApiError> {
     let off = |v: &Value| *v == Value::Bool(false);
     let empty =
         |v: &Value| v.as_object().is_some_and(Map::is_empty) || v.as_array().is_some_and(Vec::is_empty);
+    let empty_text = |v: &Value| *v == "";
     let text_only = |v: &Value| v["type"] == "text" || *v == serde_json::json!(["text"]);
     let free_choice = |v: &Value| *v == "auto" || *v == "none";
-    let harmless: [(&str, Harmless<'_>); 19] = [
+    let never = |_: &Value| false;
+    let harmless: [(&str, Harmless<'_>); 32] = [
         ("n", &one),
         ("best_of", &one),
         ("presence_penalty", &zero),
@@ -112,6 +114,19 @@ fn refuse_unsupported(fields: &Fields<'_>) -> Result<(), ApiError> {
         ("continue_final_message", &off),
         ("parallel_tool_calls", &|v| *v == Value::Bool(true)),
         ("audio", &empty),
+        ("min_tokens", &zero),
+        ("stop_token_ids", &empty),
+        ("web_search_options", &never),
+        ("repeat_last_n", &zero),
+        ("typical_p", &one),
+        ("grammar", &empty_text),
+        ("json_schema", &empty),
+        ("structured_outputs", &empty),
+        ("guided_json", &empty),
+        ("guided_regex", &empty_text),
+        ("guided_choice", &empty),
+        ("guided_grammar", &empty_text),
+        ("add_generation_prompt", &|v| *v == Value::Bool(true)),
     ];
     for (name, is_harmless) in harmless {
         if let Some(value) = fields.get(name).filter(|v| !is_harmless(v)) {
@@ -142,6 +157,10 @@ fn message(message: &Value, index: usize) -> Result<Value, ApiError> {
         }
     };
     object.insert("role".into(), role.into());
+    if object.get("prefix").is_some_and(|prefix| *prefix != Value::Bool(false) && !prefix.is_null()) {
+        return Err(errors::unsupported(&path(".prefix"), &object["prefix"]));
+    }
+    object.get_mut("tool_calls").into_iter().for_each(keep_broken_arguments);
     let content = match object.get("content") {
         None | Some(Value::Null) => String::new(),
         Some(Value::String(text)) => text.clone(),
@@ -159,6 +178,19 @@ fn message(message: &Value, index: usize) -> Result<Value, ApiError> {
         object.insert("reasoning_content".into(), reasoning);
     }
     Ok(Value::Object(object))
+}
+
+/// Arguments that are no JSON object were once produced by a model and come back in its history: the
+/// template gets them as one argument that holds their text.
+fn keep_broken_arguments(tool_calls: &mut Value) {
+    for call in tool_calls.as_array_mut().into_iter().flatten() {
+        let function = if call["function"].is_object() { &mut call["function"] } else { call };
+        let Some(arguments) = function.get_mut("arguments") else { continue };
+        let Some(text) = arguments.as_str().filter(|text| !text.trim().is_empty()) else { continue };
+        if serde_json::from_str::<Map<String, Value>>(text).is_err() {
+            *arguments = serde_json::json!({ "arguments": text });
+        }
+    }
 }
 
 fn part<'a>(part: &'a Value, path: &str) -> Result<&'a str, ApiError> {
@@ -415,6 +447,14 @@ mod tests {
         let message_of = |value: &Value| message(value, 3);
         assert_eq!(message_of(&parts).unwrap(), json!({ "role": "system", "content": "ab" }));
         assert_eq!(message_of(&json!({ "role": "assistant", "content": null })).unwrap()["content"], "");
+        let prefix = json!({ "role": "assistant", "content": "The", "prefix": true });
+        assert_eq!(message_of(&prefix).unwrap_err().param.as_deref(), Some("messages.3.prefix"));
+        let broken = json!({ "role": "assistant", "tool_calls": [
+            { "function": { "name": "f", "arguments": "{bad" } }, { "function": { "name": "f", "arguments": "{}" } }, 5,
+        ] });
+        let calls = &message_of(&broken).unwrap()["tool_calls"];
+        assert_eq!(calls[0]["function"]["arguments"], json!({ "arguments": "{bad" }));
+        assert_eq!(calls[1]["function"]["arguments"], "{}");
         let image = json!({ "role": "user", "content": [{ "type": "image_url" }] });
         assert_eq!(message_of(&image).unwrap_err().param.as_deref(), Some("messages.3.content.0"));
     }
@@ -442,6 +482,11 @@ mod tests {
             json!({ "logprobs": true }),
             json!({ "response_format": { "type": "json_object" } }),
             json!({ "tool_choice": "required" }),
+            json!({ "min_tokens": 5 }),
+            json!({ "stop_token_ids": [5] }),
+            json!({ "web_search_options": {} }),
+            json!({ "guided_regex": "a+" }),
+            json!({ "grammar": "root ::= a" }),
         ] {
             assert_eq!(with(body, refuse_unsupported).unwrap_err().code, "unsupported_parameter");
         }

@@ -75,6 +75,12 @@ impl IntoResponse for ApiError {
             StatusCode::INTERNAL_SERVER_ERROR => {
                 headers.insert("x-should-retry", HeaderValue::from_static("false"));
             }
+            // The rest of the body, if it ever comes, must not be read as the next request.
+            StatusCode::PAYLOAD_TOO_LARGE
+            | StatusCode::REQUEST_TIMEOUT
+            | StatusCode::UNSUPPORTED_MEDIA_TYPE => {
+                headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
+            }
             _ => {}
         }
         response
@@ -144,6 +150,15 @@ pub fn origin_not_allowed(origin: &str) -> ApiError {
     ApiError::new(StatusCode::FORBIDDEN, "permission_error", "origin_not_allowed", message)
 }
 
+/// 403: a host name that may be a web site's.
+pub fn host_not_allowed(host: &str) -> ApiError {
+    let message = format!(
+        "requests for the host {} are not allowed; use the address, or start the server with --allowed-host NAME",
+        shown(&host.into())
+    );
+    ApiError::new(StatusCode::FORBIDDEN, "permission_error", "host_not_allowed", message)
+}
+
 /// 404: unknown path.
 pub fn unknown_url(path: &str) -> ApiError {
     let message = format!("there is nothing at {}", shown(&path.into()));
@@ -167,6 +182,23 @@ pub fn method_not_allowed(method: &str, path: &str) -> ApiError {
 pub fn request_too_large(limit: usize) -> ApiError {
     let message = format!("the body is larger than {limit} bytes");
     ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "invalid_request_error", "request_too_large", message)
+}
+
+/// 408: the body did not arrive in time.
+pub fn request_timeout(seconds: u64) -> ApiError {
+    let message = format!("the body did not arrive within {seconds} seconds");
+    ApiError::new(StatusCode::REQUEST_TIMEOUT, "invalid_request_error", "request_timeout", message)
+}
+
+/// 415: a compressed body.
+pub fn unsupported_encoding(encoding: &str) -> ApiError {
+    let message = format!("the body has the encoding {}; send it uncompressed", shown(&encoding.into()));
+    ApiError::new(
+        StatusCode::UNSUPPORTED_MEDIA_TYPE,
+        "invalid_request_error",
+        "unsupported_encoding",
+        message,
+    )
 }
 
 /// 429 when the queue is full, 503 when the server stops.

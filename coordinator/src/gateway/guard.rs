@@ -1,5 +1,6 @@
-//! Who may ask: API keys and web origins, checked before a body is read.
+//! Who may ask: API keys, host names and web origins, checked before a body is read.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use axum::extract::{Request, State};
@@ -38,13 +39,18 @@ impl std::fmt::Debug for ApiKeys {
     }
 }
 
-/// Refuses foreign web origins and missing keys.
+/// Refuses foreign web origins, foreign host names and missing keys.
 pub async fn check(State(gateway): State<Arc<Gateway>>, request: Request, next: Next) -> Response {
     let headers = request.headers();
     if let Some(origin) = foreign_origin(headers) {
         return errors::origin_not_allowed(origin).into_response();
     }
     let keys = &gateway.config.api_keys;
+    if keys.is_empty()
+        && let Some(host) = foreign_host(headers, &gateway.config.allowed_hosts)
+    {
+        return errors::host_not_allowed(host).into_response();
+    }
     if !keys.is_empty() && !key_of(headers).is_some_and(|key| keys.accept(key)) {
         return errors::invalid_api_key().into_response();
     }
@@ -58,6 +64,22 @@ fn foreign_origin(headers: &HeaderMap) -> Option<&str> {
     let host = headers.get(header::HOST).and_then(|h| h.to_str().ok()).unwrap_or_default();
     let same = origin.split_once("://").is_some_and(|(_, authority)| authority.eq_ignore_ascii_case(host));
     (!same).then_some(origin)
+}
+
+/// A host name that is not known to mean this server. A web site can point its own name at a visitor's
+/// machine, and its pages then look same-origin; it cannot do so with addresses and `localhost`.
+fn foreign_host<'a>(headers: &'a HeaderMap, allowed: &[String]) -> Option<&'a str> {
+    let host = headers.get(header::HOST)?.to_str().unwrap_or("unreadable");
+    // "name:port", "address:port", "[v6]:port" or without a port.
+    let name = match host.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+        Some((address, _)) => address,
+        None => host.split_once(':').map_or(host, |(name, _)| name),
+    };
+    let name = name.trim_end_matches('.');
+    let known = name.parse::<IpAddr>().is_ok()
+        || name.eq_ignore_ascii_case("localhost")
+        || allowed.iter().any(|allowed| allowed == "*" || allowed.eq_ignore_ascii_case(name));
+    (!known).then_some(host)
 }
 
 fn key_of(headers: &HeaderMap) -> Option<&str> {
@@ -92,6 +114,32 @@ mod tests {
         assert_eq!(foreign_origin(&headers("https://evil.example")), Some("https://evil.example"));
         assert_eq!(foreign_origin(&headers("null")), Some("null"));
         assert_eq!(foreign_origin(&HeaderMap::new()), None);
+    }
+
+    #[test]
+    fn names_a_web_site_could_point_here_are_foreign() {
+        let foreign = |host: &'static str, allowed: &[String]| {
+            let mut headers = HeaderMap::new();
+            headers.insert(header::HOST, host.parse().unwrap());
+            foreign_host(&headers, allowed).is_some()
+        };
+        for host in ["127.0.0.1:8000", "localhost", "LOCALHOST:80", "[::1]:8000", "[::1]", "192.168.1.7:8000"]
+        {
+            assert!(!foreign(host, &[]), "{host}");
+        }
+        for host in [
+            "evil.example",
+            "evil.example:8000",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example",
+            "",
+            "[evil",
+        ] {
+            assert!(foreign(host, &[]), "{host}");
+        }
+        assert!(!foreign("MyPC.local:8000", &["mypc.local".into()]));
+        assert!(!foreign("any.example", &["*".into()]));
+        assert_eq!(foreign_host(&HeaderMap::new(), &[]), None);
     }
 
     #[test]

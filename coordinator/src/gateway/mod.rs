@@ -1,6 +1,6 @@
 //! The HTTP gateway: OpenAI-compatible endpoints over the engine handle; knows nothing of tensors.
 //!
-//! Rooms: [`errors`] (the error envelope), `guard` (keys and origins), `body` (JSON as clients really
+//! Rooms: `connections` (the accept loop), [`errors`] (the error envelope), `guard` (keys, hosts and origins), `body` (JSON as clients really
 //! send it), `chat_request` (fields and their ranges), `chat` (the endpoint), `sse` (frames and
 //! keep-alives), `status` (health, counters, the page).
 //!
@@ -10,6 +10,7 @@
 mod body;
 mod chat;
 mod chat_request;
+mod connections;
 mod errors;
 mod guard;
 mod sse;
@@ -52,6 +53,8 @@ pub struct GatewayConfig {
     pub prefill_chunk: usize,
     /// Accepted keys; empty = everybody.
     pub api_keys: ApiKeys,
+    /// Names this server may be called by besides addresses and `localhost`; `*` = any.
+    pub allowed_hosts: Vec<String>,
     /// Most bytes of a request body.
     pub max_body_bytes: usize,
     /// Facts for the status page that do not change: machine, memory, model.
@@ -112,13 +115,10 @@ async fn wrong_method(method: axum::http::Method, uri: Uri) -> ApiError {
 }
 
 /// Serves on a bound listener until `shutdown` is done and the running answers are finished.
-///
-/// # Errors
-/// The operating system's.
 pub async fn serve(
     gateway: Arc<Gateway>,
     listener: tokio::net::TcpListener,
     shutdown: impl Future<Output = ()> + Send + 'static,
-) -> std::io::Result<()> {
-    axum::serve(listener, router(gateway)).with_graceful_shutdown(shutdown).await
+) {
+    connections::serve(router(gateway), listener, connections::Limits::default(), shutdown).await;
 }
