@@ -124,7 +124,8 @@ pub fn main_with(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     start_logging(cli.log_format);
     let done = match cli.command {
         Command::Join(args) => join_and_run(args),
-        Command::Start(args) => NodeConfig::load(&args.data).and_then(start),
+        Command::Start(args) => NodeConfig::load(&args.data)
+            .and_then(|config| bind(config.settings.listen).and_then(|listener| start(config, listener))),
         Command::Status(args) => status(&args).map(|()| Ended::Done),
     };
     match done {
@@ -165,15 +166,18 @@ fn join_and_run(args: JoinArgs) -> Result<Ended, NodeError> {
         threads: args.threads,
         pack: args.pack.map(|dir| std::path::absolute(&dir).unwrap_or(dir)),
     };
+    // Bound before the token is used up: a taken port leaves nothing behind.
+    let listener = if args.no_start { None } else { Some(bind(args.listen)?) };
     let config = join(&args.token, &args.data.data, options)?;
     tracing::info!(node = config.settings.name, id = config.settings.id, "joined");
-    if args.no_start { Ok(Ended::Done) } else { start(config) }
+    listener.map_or(Ok(Ended::Done), |listener| start(config, listener))
 }
 
-fn start(config: NodeConfig) -> Result<Ended, NodeError> {
-    let address = config.settings.listen;
-    let listener = TcpListener::bind(address)
-        .map_err(|source| NodeError::Listen { address: address.to_string(), source })?;
+fn bind(address: SocketAddr) -> Result<TcpListener, NodeError> {
+    TcpListener::bind(address).map_err(|source| NodeError::Listen { address: address.to_string(), source })
+}
+
+fn start(config: NodeConfig, listener: TcpListener) -> Result<Ended, NodeError> {
     let interrupted = std::sync::atomic::AtomicBool::new(false);
     run(config, listener, async {
         let by_user = stop_signal().await;

@@ -14,13 +14,20 @@ use shimmer_common::experts::{
 use shimmer_common::kernels::Kernels;
 use shimmer_common::profile::NumericProfile;
 use shimmer_proto::v1;
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::sync::mpsc::UnboundedSender;
 
 use crate::error::NodeError;
 use crate::wire::{WireError, dispatch_from_wire};
 
 /// Answers on their way to the coordinator.
-pub(crate) type Answers = UnboundedSender<Result<v1::FromNode, tonic::Status>>;
+pub(crate) type Answers = UnboundedSender<Outgoing>;
+
+/// A message, and the room in the intake that is given back when the network has taken it.
+pub(crate) struct Outgoing {
+    pub(crate) message: v1::FromNode,
+    pub(crate) _room: Option<OwnedSemaphorePermit>,
+}
 
 /// Ids the coordinator no longer waits for.
 #[derive(Clone, Debug, Default)]
@@ -49,6 +56,8 @@ pub(crate) struct Job {
     pub(crate) received: Instant,
     pub(crate) cancelled: Cancelled,
     pub(crate) answers: Answers,
+    /// Its share of the intake, held until its answer is gone.
+    pub(crate) room: OwnedSemaphorePermit,
 }
 
 /// Handle of the compute thread; the thread ends when the last handle is gone.
@@ -137,7 +146,8 @@ fn work(store: &LocalStore, reads: &TimedSource, job: Job) {
         compute_us: micros(begun.elapsed()),
     };
     // A closed stream means that the coordinator has gone on without us.
-    let _ = job.answers.send(Ok(v1::FromNode { message: Some(v1::from_node::Message::Reply(reply)) }));
+    let message = v1::FromNode { message: Some(v1::from_node::Message::Reply(reply)) };
+    let _ = job.answers.send(Outgoing { message, _room: Some(job.room) });
 }
 
 fn compute(store: &LocalStore, dispatch: &v1::Dispatch) -> Result<Vec<u8>, v1::Failure> {

@@ -186,16 +186,15 @@ impl NodeConfig {
     /// Takes the directory for this process.
     ///
     /// # Errors
-    /// [`NodeError::Data`] when another node runs on it.
+    /// [`NodeError::Refused`] when another node runs on it.
     pub fn lock(&self) -> Result<FileLock, NodeError> {
         let path = self.data_dir.join("lock");
         match FileLock::try_acquire(&path) {
             Ok(Some(lock)) => Ok(lock),
-            Ok(None) => Err(NodeError::Data {
-                path: self.data_dir.clone(),
-                what: "is in use by another running node; stop it first or use another --data directory"
-                    .to_owned(),
-            }),
+            Ok(None) => Err(NodeError::Refused(format!(
+                "{}: is in use by another running node; stop it first or use another --data directory",
+                self.data_dir.display()
+            ))),
             Err(source) => Err(NodeError::File { action: "lock", path, source }),
         }
     }

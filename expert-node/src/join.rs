@@ -152,6 +152,7 @@ pub(crate) fn status_error(status: &tonic::Status) -> Option<NodeError> {
         | tonic::Code::PermissionDenied
         | tonic::Code::InvalidArgument
         | tonic::Code::AlreadyExists
+        | tonic::Code::Aborted
         | tonic::Code::ResourceExhausted
         | tonic::Code::Internal => Some(NodeError::Refused(sentence)),
         tonic::Code::Unimplemented => Some(NodeError::Mismatch(

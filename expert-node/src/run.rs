@@ -2,6 +2,7 @@
 
 use std::future::Future;
 use std::net::TcpListener;
+use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
@@ -17,6 +18,8 @@ use crate::shard::Shard;
 use crate::tls::Credentials;
 use crate::wire::MAX_MESSAGE_BYTES;
 
+/// How often a silent connection is asked for a sign of life, and how long one may take.
+const KEEP_ALIVE: Duration = Duration::from_secs(20);
 /// Longest wait for the compute thread at the end.
 const LET_GO_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -59,7 +62,7 @@ async fn serve(config: NodeConfig, listener: TcpListener, alive: mpsc::Sender<()
     config.settings.kernels()?;
     let shared = Arc::new(Shared::new(config.settings.clone(), alive));
     let shard = Shard::open(&config, &shared)?;
-    let server = server(&credentials)?
+    let server = server(&credentials, &config.data_dir)?
         .add_service(
             ExpertsServer::new(ExpertsService { shared: shared.clone() })
                 .max_decoding_message_size(MAX_MESSAGE_BYTES)
@@ -76,7 +79,7 @@ async fn serve(config: NodeConfig, listener: TcpListener, alive: mpsc::Sender<()
     }
 }
 
-fn server(credentials: &Credentials) -> Result<Server, NodeError> {
+fn server(credentials: &Credentials, data_dir: &Path) -> Result<Server, NodeError> {
     let Some(identity) = credentials.tonic_identity() else {
         return Err(NodeError::Usage(
             "this node has not joined a cluster; run `shimmer-node join TOKEN --data DIR`".to_owned(),
@@ -86,10 +89,15 @@ fn server(credentials: &Credentials) -> Result<Server, NodeError> {
         .identity(identity)
         .client_ca_root(credentials.tonic_ca())
         .timeout(Duration::from_secs(10));
-    Server::builder().tls_config(tls).map_err(|e| NodeError::Machine {
-        what: "the node's certificates cannot be used",
-        cause: crate::tls::cause(&e),
-    })
+    let server = Server::builder().tls_config(tls).map_err(|e| NodeError::Data {
+        path: data_dir.to_owned(),
+        what: format!(
+            "ca.crt, node.crt or node.key is damaged ({}); restore it or join again with a new token under another --data directory",
+            crate::tls::cause(&e).trim_end_matches('.')
+        ),
+    })?;
+    // A coordinator whose machine lost power closes nothing.
+    Ok(server.http2_keepalive_interval(Some(KEEP_ALIVE)).http2_keepalive_timeout(Some(KEEP_ALIVE)))
 }
 
 /// Registers for ever. The first answer decides whether this node belongs here; later refusals are

@@ -1,5 +1,6 @@
 //! The `Experts` service: the one stream over which a coordinator uses this node.
 
+use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
@@ -9,15 +10,20 @@ use shimmer_common::experts::ExpertSource;
 use shimmer_common::profile::NumericProfile;
 use shimmer_proto::v1;
 use shimmer_proto::v1::experts_server::Experts;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Semaphore, mpsc, watch};
+use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
-use crate::compute::{Answers, Cancelled, Compute, Job};
+use crate::compute::{Answers, Cancelled, Compute, Job, Outgoing};
 use crate::config::Settings;
 use crate::error::NodeError;
 use crate::tls;
-use crate::wire::{Facts, Held, check_peer, peer_to_wire};
+use crate::wire::{Facts, Held, MAX_MESSAGE_BYTES, check_peer, peer_to_wire};
+
+/// KiB of dispatches and their answers that one stream may have waiting in this process. Beyond that
+/// the node reads no further, and HTTP/2 makes the coordinator wait.
+const INTAKE_KIB: usize = (2 * MAX_MESSAGE_BYTES) >> 10;
 
 /// What a node serves once it knows its model.
 pub(crate) struct Serving {
@@ -117,7 +123,7 @@ pub(crate) struct ExpertsService {
 
 #[tonic::async_trait]
 impl Experts for ExpertsService {
-    type ServeStream = UnboundedReceiverStream<Result<v1::FromNode, Status>>;
+    type ServeStream = Pin<Box<dyn tokio_stream::Stream<Item = Result<v1::FromNode, Status>> + Send>>;
 
     async fn serve(
         &self,
@@ -130,8 +136,8 @@ impl Experts for ExpertsService {
                 self.shared.settings.name
             )));
         }
-        // Unbounded, but the coordinator has a handful of dispatches in flight at most, and the
-        // compute thread must never wait for a peer that does not read.
+        // The compute thread must never wait for a peer that does not read; what it may owe is bounded
+        // by the intake.
         let (answers, stream) = mpsc::unbounded_channel();
         let shared = self.shared.clone();
         tokio::spawn(async move {
@@ -141,7 +147,9 @@ impl Experts for ExpertsService {
                 Err(why) => tracing::info!(why, "a coordinator's stream ended"),
             }
         });
-        Ok(Response::new(UnboundedReceiverStream::new(stream)))
+        // The room of an answer is free when it is taken out here.
+        let stream = UnboundedReceiverStream::new(stream).map(|outgoing: Outgoing| Ok(outgoing.message));
+        Ok(Response::new(Box::pin(stream)))
     }
 }
 
@@ -151,7 +159,7 @@ async fn session(
     answers: &Answers,
 ) -> Result<(), String> {
     let send = |message| {
-        let sent = answers.send(Ok(v1::FromNode { message: Some(message) }));
+        let sent = answers.send(Outgoing { message: v1::FromNode { message: Some(message) }, _room: None });
         sent.map_err(|_| "the coordinator went away".to_owned())
     };
     let Some(v1::to_node::Message::Hello(hello)) = next(&mut incoming).await? else {
@@ -187,6 +195,7 @@ async fn session(
     }
     tracing::info!("serving the coordinator");
     let cancelled = Cancelled::default();
+    let intake = Arc::new(Semaphore::new(INTAKE_KIB));
     loop {
         let message = tokio::select! {
             message = next(&mut incoming) => message?,
@@ -198,16 +207,24 @@ async fn session(
         };
         match message {
             None => return Ok(()),
-            Some(v1::to_node::Message::Dispatch(dispatch)) => serving.compute.submit(Job {
-                dispatch,
-                received: Instant::now(),
-                cancelled: cancelled.clone(),
-                answers: answers.clone(),
-            }),
+            Some(v1::to_node::Message::Dispatch(dispatch)) => {
+                let received = Instant::now();
+                let room = intake.clone().acquire_many_owned(room_for(&dispatch, serving)).await;
+                let room = room.map_err(|_| "the node is stopping".to_owned())?;
+                let (cancelled, answers) = (cancelled.clone(), answers.clone());
+                serving.compute.submit(Job { dispatch, received, cancelled, answers, room });
+            }
             Some(v1::to_node::Message::Cancel(cancel)) => cancelled.add(cancel.id),
             Some(_) => return Err("it repeated its greeting".to_owned()),
         }
     }
+}
+
+/// KiB that a dispatch and its answer take up at most.
+fn room_for(dispatch: &v1::Dispatch, serving: &Serving) -> u32 {
+    let sums = (dispatch.rows as usize).saturating_mul(serving.source.layout().hidden_size).saturating_mul(8);
+    let bytes = prost::Message::encoded_len(dispatch).saturating_add(sums);
+    u32::try_from((bytes >> 10).saturating_add(1).min(INTAKE_KIB)).unwrap_or(u32::MAX)
 }
 
 /// The next message; `None` at the end of the stream.

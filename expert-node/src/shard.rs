@@ -44,10 +44,11 @@ impl Shard {
             Records::Fetched => {
                 let dir = config.data_dir.join("shard");
                 let mut shard = Self::Fetched { dir: dir.clone(), store: None, fetching: Arc::default() };
-                match Pack::open(&dir) {
-                    Ok(pack) => shard.begin(shared, pack.fingerprint(), pack.layout())?,
+                // Not read strictly as a pack: what is damaged is forgotten and fetched again.
+                match PackStore::open(&dir) {
+                    Ok(store) => shard.hold(shared, store),
                     Err(PackError::NotAPack { .. }) => {}
-                    Err(error) => return Err(pack_error(&dir, error)),
+                    Err(error) => return Err(shard_error(&dir, error)),
                 }
                 Ok(shard)
             }
@@ -70,15 +71,22 @@ impl Shard {
                 source.describe()
             )));
         }
-        let Self::Fetched { dir, store, .. } = self else { return Ok(()) };
-        let opened = PackStore::open_or_create(dir, fingerprint, layout).map_err(|e| pack_error(dir, e))?;
+        let Self::Fetched { dir, .. } = self else { return Ok(()) };
+        let opened = PackStore::open_or_create(dir, fingerprint, layout).map_err(|e| shard_error(dir, e))?;
+        self.hold(shared, opened);
+        Ok(())
+    }
+
+    /// Puts an opened store into `shared`.
+    fn hold(&mut self, shared: &Shared, opened: PackStore) {
+        let Self::Fetched { store, .. } = self else { return };
+        let fingerprint = opened.fingerprint();
         for what in opened.repairs() {
             tracing::warn!(what, "the shard was damaged, fetching again");
         }
         let opened = store.insert(Arc::new(opened)).clone();
         let healing = Healing { store: opened, held_changed: shared.held_changed.clone() };
         let _ = shared.records.set((Arc::new(healing), fingerprint));
-        Ok(())
     }
 
     /// Starts fetching what is assigned and missing, unless that is already under way.
@@ -130,6 +138,19 @@ async fn fetch_all(shared: &Shared, channel: Channel, store: &Arc<PackStore>, mi
         Err(error) => tracing::warn!(%error, "fetching stopped, trying again"),
     }
     shared.held_changed.send_modify(|n| *n += 1);
+}
+
+/// As [`pack_error`], for records that can be fetched again.
+fn shard_error(dir: &Path, error: PackError) -> NodeError {
+    match error {
+        PackError::Damaged { .. } | PackError::Occupied { .. } => NodeError::Data {
+            path: dir.to_owned(),
+            what: format!(
+                "the fetched records cannot be used any more ({error}); delete this directory and start again, the node fetches them anew"
+            ),
+        },
+        error => pack_error(dir, error),
+    }
 }
 
 /// A pack's error as a node's.

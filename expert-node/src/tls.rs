@@ -87,7 +87,9 @@ pub fn cause(error: &dyn std::error::Error) -> String {
     while let Some(source) = inner.source() {
         inner = source;
     }
-    inner.to_string()
+    let text = inner.to_string();
+    // What a killed process leaves behind; rustls explains it to programmers.
+    if text.contains("close_notify") { "it went away without a goodbye".to_owned() } else { text }
 }
 
 /// Says what a TLS alert means for the owner of a cluster.

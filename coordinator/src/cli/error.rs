@@ -133,7 +133,7 @@ impl From<ClusterError> for CliError {
         match error {
             ClusterError::State { .. } => Self::Data(message),
             ClusterError::Node { .. } => Self::Unreachable(message),
-            ClusterError::Listen { .. } => Self::Failed(message),
+            ClusterError::Busy { .. } | ClusterError::Listen { .. } => Self::Failed(message),
         }
     }
 }

@@ -131,8 +131,23 @@ pub struct LimitArgs {
     pub cluster: Option<PathBuf>,
 
     /// Nodes to use besides those that register, host:port,…
-    #[arg(long, value_name = "ADDR", value_delimiter = ',')]
+    #[arg(long, value_name = "ADDR", value_delimiter = ',', value_parser = parse_host_port)]
     pub expert_nodes: Vec<String>,
+}
+
+/// Checks that an address has the form host:port.
+///
+/// # Errors
+/// A hint.
+pub fn parse_host_port(text: &str) -> Result<String, String> {
+    let hint = || format!("{text:?} is not an address of the form host:port, such as 192.168.1.20:7421");
+    let (host, port) = text.rsplit_once(':').ok_or_else(hint)?;
+    let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+    let named = !bare.is_empty() && !bare.contains(|c: char| c.is_whitespace() || "/@[]".contains(c));
+    // A bare IPv6 address cannot be told from one with a port.
+    let whole = bare.len() < host.len() || !host.contains(':');
+    let possible = port.parse::<u16>().is_ok_and(|port| port > 0);
+    if named && whole && possible { Ok(text.to_owned()) } else { Err(hint()) }
 }
 
 /// Parses a whole number of at least one.
@@ -156,6 +171,27 @@ fn parse_threads(text: &str) -> Result<usize, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn listed_nodes_have_a_host_and_a_port() {
+        for good in ["192.168.1.20:7421", "cellar.local:7421", "[::1]:7421", "[fe80::1%3]:1"] {
+            assert_eq!(parse_host_port(good).as_deref(), Ok(good));
+        }
+        for bad in [
+            "garbage",
+            "",
+            ":7421",
+            "host:",
+            "host:0",
+            "host:70000",
+            "::1:7421",
+            "a b:1",
+            "http://x:1",
+            "[]:1",
+        ] {
+            assert!(parse_host_port(bad).unwrap_err().contains("host:port"), "{bad}");
+        }
+    }
 
     #[test]
     fn drafts_are_auto_off_or_a_number() {

@@ -62,6 +62,9 @@ impl Dispatcher {
     }
 }
 
+/// How long to wait for a late node when nobody else can compute its experts.
+const LAST_RESORT: Duration = Duration::from_secs(15);
+
 /// A dispatch nobody has answered yet.
 struct InFlight<'a> {
     node: Arc<Node>,
@@ -70,6 +73,8 @@ struct InFlight<'a> {
     rows: Vec<usize>,
     wait: Duration,
     until: Instant,
+    /// Its deadline was put off because there is nobody else.
+    only_hope: bool,
 }
 
 /// One layer's work in progress.
@@ -148,7 +153,8 @@ impl<'a> Call<'a> {
             what: "its rows do not have the form this layer's experts take".to_owned(),
         })?;
         if node.send(self.batch.layer, message, cost, &self.sender) {
-            self.in_flight.insert(id, InFlight { node, work, rows, wait, until: Instant::now() + wait });
+            let until = Instant::now() + wait;
+            self.in_flight.insert(id, InFlight { node, work, rows, wait, until, only_hope: false });
             return Ok(());
         }
         self.failed.push(node.id.clone());
@@ -180,7 +186,8 @@ impl<'a> Call<'a> {
     /// Names the expert, its owner, since when it is lost and what to do.
     fn nobody_has(&self, id: ExpertId) -> String {
         let nodes = self.dispatcher.membership.all();
-        let owner = nodes.iter().max_by_key(|node| node.seed.score(id));
+        // Who held it when last seen, before who should.
+        let owner = nodes.iter().max_by_key(|node| (node.held(id), node.seed.score(id)));
         let owner = owner.map_or_else(
             || "no node has joined".to_owned(),
             |node| format!("its owner is {}", node.describe()),
@@ -258,6 +265,9 @@ impl<'a> Call<'a> {
         let late: Vec<u64> =
             self.in_flight.iter().filter(|(_, f)| f.until <= now).map(|(&id, _)| id).collect();
         for id in late {
+            if self.wait_longer(id) {
+                continue;
+            }
             if let Some(sent) = self.in_flight.remove(&id) {
                 sent.node.missed(id, sent.wait);
                 tracing::warn!(
@@ -270,6 +280,35 @@ impl<'a> Call<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Puts a deadline off, once, when giving up on the node would leave an expert to nobody: a slow
+    /// answer is better than none.
+    fn wait_longer(&mut self, id: u64) -> bool {
+        let Some(sent) = self.in_flight.get(&id).filter(|sent| !sent.only_hope) else { return false };
+        let local = self.dispatcher.local.as_ref();
+        let mut excluded = self.failed.clone();
+        excluded.push(sent.node.id.clone());
+        let experts: Vec<u16> = sent.work.iter().map(|w| w.expert).collect();
+        let places = self.dispatcher.membership.place(self.batch.layer, &experts, &excluded);
+        let lacking = sent.work.iter().zip(places).any(|(work, place)| {
+            place.is_none() && !local.is_some_and(|local| local.source().contains(self.id(work)))
+        });
+        if !lacking || sent.wait >= LAST_RESORT {
+            return false;
+        }
+        tracing::warn!(
+            node = sent.node.name(),
+            layer = self.batch.layer,
+            "late, but nobody else has its experts: waiting up to {} s",
+            LAST_RESORT.as_secs()
+        );
+        if let Some(sent) = self.in_flight.get_mut(&id) {
+            sent.until += LAST_RESORT - sent.wait;
+            sent.wait = LAST_RESORT;
+            sent.only_hope = true;
+        }
+        true
     }
 
     fn redo(&mut self, sent: InFlight<'a>) -> Result<(), ExpertError> {

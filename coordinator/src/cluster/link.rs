@@ -170,12 +170,17 @@ impl Handshake {
 /// Finds out which node listens at a fixed address, then leaves it to that node's link.
 async fn discover(context: Arc<LinkContext>, membership: std::sync::Weak<Membership>, address: String) {
     let mut backoff = Backoff::new();
+    let mut complained = false;
     loop {
         match identify(&context, &address).await {
             Ok((id, name)) => {
                 let Some(membership) = membership.upgrade() else { return };
                 membership.get_or_add(&id, &name, &[]).fix_address(address);
                 return;
+            }
+            Err(why) if !complained => {
+                complained = true;
+                tracing::warn!(address, why, "no node at this listed address yet, trying again");
             }
             Err(why) => tracing::debug!(address, why, "no node there yet"),
         }

@@ -19,6 +19,9 @@ use super::NodeStatus;
 use super::latency::{Cost, Latency};
 use super::placement::Seed;
 
+/// A node that registered within this time is alive: it registers every few seconds.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(8);
+
 /// State of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Status {
@@ -63,6 +66,10 @@ struct Inner {
     fixed: Option<String>,
     /// What the node told us.
     addresses: Vec<String>,
+    /// When it last did.
+    registered: Option<Instant>,
+    /// What it told us before that.
+    replaced: Vec<String>,
     status: Status,
     since: Instant,
     /// Why the node is suspect or lost.
@@ -109,13 +116,26 @@ impl Node {
         self.wake.notify_one();
     }
 
-    /// Takes over what a node said of itself.
-    pub(super) fn introduce(&self, name: &str, addresses: &[String]) {
+    /// Takes over where a node says it is. `Err` with a sentence when it goes back to an address while
+    /// the one that replaced it is alive: then two processes have this identity, and would take the
+    /// connection from each other for ever.
+    pub(super) fn introduce(&self, name: &str, addresses: &[String]) -> Result<(), String> {
         let mut inner = self.lock();
+        if inner.addresses != addresses {
+            let alive = inner.registered.is_some_and(|at| at.elapsed() < SIGN_OF_LIFE);
+            if alive && inner.replaced == addresses {
+                return Err(format!(
+                    "another process serves as node {name} at {}; a copied --data directory is the same node, so stop one of them and join it again under a new directory",
+                    inner.addresses.join(", ")
+                ));
+            }
+            inner.replaced = std::mem::replace(&mut inner.addresses, addresses.to_vec());
+        }
+        inner.registered = Some(Instant::now());
         inner.name = name.to_owned();
-        inner.addresses = addresses.to_vec();
         drop(inner);
         self.wake.notify_one();
+        Ok(())
     }
 
     /// The handshake is done.
@@ -249,6 +269,11 @@ impl Node {
         self.settle(&mut inner, &format!("no answer within {} ms", waited.as_millis()));
     }
 
+    /// Whether the node said, at its last connection, that it holds `id`.
+    pub(super) fn held(&self, id: ExpertId) -> bool {
+        self.lock().held.contains(id)
+    }
+
     pub(super) fn count_served(&self, experts: usize) {
         self.served.fetch_add(experts as u64, Ordering::Relaxed);
     }
@@ -325,6 +350,8 @@ impl Membership {
                 name: name.to_owned(),
                 fixed: None,
                 addresses: addresses.to_vec(),
+                registered: None,
+                replaced: Vec::new(),
                 status: Status::Joining,
                 since: Instant::now(),
                 why: String::new(),

@@ -52,10 +52,16 @@ pub enum ClusterError {
         /// What is wrong and the remedy.
         what: String,
     },
+    /// Another coordinator runs on the state directory.
+    #[error("cluster state {path}: is in use by another running coordinator; stop it first")]
+    Busy {
+        /// The directory.
+        path: PathBuf,
+    },
     /// A node cannot be reached or refused.
-    #[error("node {node}: {what}")]
+    #[error("{node}: {what}")]
     Node {
-        /// Name or address.
+        /// The node as described, or its address.
         node: String,
         /// What is wrong and the remedy.
         what: String,

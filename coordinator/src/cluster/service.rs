@@ -171,6 +171,9 @@ impl Cluster for Control {
         }
         let control = self.clone();
         blocking(move || {
+            if let Some(node) = control.membership.get(&member.id) {
+                node.introduce(&member.name, &addresses).map_err(Status::aborted)?;
+            }
             // A heartbeat with the known addresses writes nothing.
             control
                 .state
@@ -181,10 +184,11 @@ impl Cluster for Control {
                 })
                 .map_err(|e| internal(&e))?;
             // Dialled only when the address is stored: a coordinator that restarts finds it there.
-            let node = control.membership.get_or_add(&member.id, &member.name, &addresses);
-            node.introduce(&member.name, &addresses);
+            control.membership.get_or_add(&member.id, &member.name, &addresses).wake.notify_one();
             let members = control.state.members().map_err(|e| internal(&e))?;
-            let owners: Vec<String> = members.into_iter().filter(|m| !m.revoked).map(|m| m.id).collect();
+            // One that joined and was never seen serving owns nothing: nobody else would fetch its share.
+            let serves = |m: &Member| !m.revoked && !m.addresses.is_empty();
+            let owners: Vec<String> = members.into_iter().filter(serves).map(|m| m.id).collect();
             let layout = control.source.layout();
             Ok(Response::new(v1::RegisterReply {
                 peer: Some(peer_to_wire(&control.facts)),

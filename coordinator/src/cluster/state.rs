@@ -164,9 +164,7 @@ impl ClusterState {
     pub(super) fn lock_coordinator(&self) -> Result<FileLock, ClusterError> {
         match FileLock::try_acquire(&self.path("coordinator.lock")) {
             Ok(Some(lock)) => Ok(lock),
-            Ok(None) => {
-                Err(self.error("", "is in use by another running coordinator; stop it first".to_owned()))
-            }
+            Ok(None) => Err(ClusterError::Busy { path: self.dir.clone() }),
             Err(e) => Err(self.error("coordinator.lock", format!("cannot be locked: {e}"))),
         }
     }

@@ -44,6 +44,33 @@ fn bad_tokens_are_refused_with_a_sentence() {
 }
 
 #[test]
+fn a_taken_port_is_noticed_before_the_token_is_used() {
+    let cluster = Cluster::start(Setup::default());
+    let token = cluster.invite();
+    let dir = cluster.root.path().join("late");
+    let taken = cluster.experts.control_addr().to_string();
+    let data = dir.to_str().unwrap();
+    let _exit_code = shimmer_node::cli::main_with(
+        ["shimmer-node", "join", &token, "--data", data, "--listen", &taken].map(Into::into),
+    );
+    assert!(!dir.exists() && cluster.state.members().unwrap().is_empty(), "it joined all the same");
+    shimmer_node::join(&token, &dir, options("late")).unwrap();
+}
+
+#[test]
+fn damaged_certificates_are_named() {
+    let cluster = Cluster::start(Setup::default());
+    for name in ["ca.crt", "node.crt", "node.key"] {
+        let config = cluster.join(&name.replace('.', "-"));
+        std::fs::write(config.data_dir.join(name), "damaged").unwrap();
+        let error = Node::start(config.clone(), "127.0.0.1:0".parse().unwrap()).end().unwrap_err();
+        let sentence = error.to_string();
+        assert!(sentence.contains(name) && sentence.contains("join again"), "{sentence}");
+        assert_eq!(error.exit_code(), 3);
+    }
+}
+
+#[test]
 fn the_secret_is_shown_to_the_right_coordinator_only() {
     let ours = Cluster::start(Setup::default());
     let other = Cluster::start(Setup::default());

@@ -3,6 +3,7 @@
 
 mod admission;
 mod faults;
+mod peers;
 mod shards;
 mod support;
 

@@ -49,6 +49,49 @@ fn a_flipped_bit_on_a_nodes_disk_is_noticed_and_healed() {
     assert_eq!(cluster.status("rusty").failures, 1, "the new copy is good");
 }
 
+#[test]
+fn a_damaged_shard_is_mended_where_it_can_be_and_explained_where_not() {
+    let cluster = Cluster::start(Setup::default());
+    let node = Node::start(cluster.join("torn"), "127.0.0.1:0".parse().unwrap());
+    cluster.experts.wait_ready(1, PATIENCE).unwrap();
+    let (mut config, mut addr) = node.stop();
+    let shard = config.data_dir.join("shard");
+    let data = shard.join("experts-00000.pack");
+    let index = shard.join("records.idx");
+    let damages: [&dyn Fn(); 4] = [
+        &|| {
+            let file = std::fs::OpenOptions::new().write(true).open(&data).unwrap();
+            file.set_len(file.metadata().unwrap().len() / 2).unwrap();
+        },
+        &|| std::fs::remove_file(&data).unwrap(),
+        &|| flip_bit(&index, 130),
+        &|| std::fs::remove_file(&index).unwrap(),
+    ];
+    for damage in damages {
+        wait_until("the node is lost", || cluster.status("torn").state == "lost");
+        damage();
+        let node = Node::start(config, addr);
+        wait_until("everything is fetched again", || {
+            let status = cluster.status("torn");
+            status.state == "ready" && status.experts_held == 32
+        });
+        cluster.check(&batch(LAYERS[0], 8, 1));
+        (config, addr) = node.stop();
+    }
+    let manifest = shard.join("manifest.json");
+    for damage in
+        [&|| flip_bit(&manifest, 20), &|| std::fs::remove_file(&manifest).unwrap()] as [&dyn Fn(); 2]
+    {
+        damage();
+        let error = Node::start(config.clone(), addr).end().unwrap_err();
+        assert_eq!(error.exit_code(), 3);
+        assert!(error.to_string().contains("delete this directory and start again"), "{error}");
+    }
+    std::fs::remove_dir_all(&shard).unwrap();
+    let _node = Node::start(config, addr);
+    wait_until("everything is fetched", || cluster.status("torn").experts_held == 32);
+}
+
 fn flip_bit(path: &std::path::Path, at: u64) {
     use std::os::unix::fs::FileExt as _;
     let file = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();

@@ -67,6 +67,16 @@ impl PackStore {
         Self::open_with_file_bytes(dir, fingerprint, layout, FILE_BYTES)
     }
 
+    /// Opens the pack at `dir`, whichever model it belongs to, mending it as
+    /// [`PackStore::open_or_create`] does.
+    ///
+    /// # Errors
+    /// [`PackError::NotAPack`] when there is none, and those of [`PackStore::open_or_create`].
+    pub fn open(dir: &Path) -> Result<Self, PackError> {
+        let Manifest { fingerprint, layout, .. } = Manifest::read(dir)?;
+        Self::open_or_create(dir, fingerprint, &layout)
+    }
+
     pub(super) fn open_with_file_bytes(
         dir: &Path,
         fingerprint: Fingerprint,
