@@ -88,7 +88,12 @@ pub fn run(args: &ServeArgs) -> Result<(), CliError> {
         output::emit_json_line(&json!({ "address": bound.to_string(), "model": config.model_id }))?;
     }
     output::note(&format!("serving {} at http://{bound}/ (API at http://{bound}/v1)", config.model_id));
-    let gateway = Arc::new(Gateway { config, engine: engine.clone(), totals: Totals::default() });
+    let gateway = Arc::new(Gateway {
+        config,
+        engine: engine.clone(),
+        totals: Totals::default(),
+        preparing: tokio::sync::Semaphore::new(gateway::PREPARED_AT_A_TIME),
+    });
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()

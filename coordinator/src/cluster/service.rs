@@ -26,6 +26,8 @@ use super::{ca, placement, token};
 
 /// How often nodes register again.
 const HEARTBEAT: Duration = Duration::from_secs(3);
+/// How often a silent connection is asked for a sign of life, and how long one may take.
+const KEEP_ALIVE: Duration = Duration::from_secs(20);
 /// Bytes of a record per message.
 const PART_BYTES: usize = 1 << 20;
 
@@ -55,6 +57,9 @@ pub(super) async fn serve(
     let server = Server::builder()
         .tls_config(tls)
         .map_err(|e| tls::cause(&e))?
+        // A node whose machine lost power closes nothing.
+        .http2_keepalive_interval(Some(KEEP_ALIVE))
+        .http2_keepalive_timeout(Some(KEEP_ALIVE))
         .add_service(ClusterServer::new(control.clone()))
         .add_service(ShardsServer::new(control))
         .serve_with_incoming(TcpIncoming::from(listener).with_nodelay(Some(true)));

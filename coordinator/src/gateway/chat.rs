@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use axum::Json;
 use axum::body::Bytes;
 use axum::extract::{FromRequest as _, Request, State};
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Map, Value, json};
 
@@ -30,6 +30,7 @@ pub async fn completions(
 ) -> Result<Response, ApiError> {
     let bytes = read_body(request, gateway.config.max_body_bytes, BODY_TIME).await?;
     let prepared = {
+        let _turn = gateway.preparing.acquire().await;
         let gateway = gateway.clone();
         // Templates and tokenizers are arithmetic: they do not belong on the network's threads.
         let work = tokio::task::spawn_blocking(move || prepare(&gateway, &bytes));
@@ -39,10 +40,16 @@ pub async fn completions(
     gateway.totals.started();
     let envelope = Envelope::new(&gateway);
     let reply = Reply::new(&prepared);
-    if prepared.request.stream {
-        return Ok(sse::respond(gateway, job, envelope, reply, prepared.request));
+    let ignored = HeaderValue::from_str(&prepared.request.ignored.join(", ")).ok().filter(|v| !v.is_empty());
+    let mut response = if prepared.request.stream {
+        sse::respond(gateway, job, envelope, reply, prepared.request)
+    } else {
+        whole(&gateway, job, &envelope, reply, &prepared.request).await?
+    };
+    if let Some(ignored) = ignored {
+        response.headers_mut().insert("x-ignored-fields", ignored);
     }
-    whole(&gateway, job, &envelope, reply, &prepared.request).await
+    Ok(response)
 }
 
 /// Reads a body; one that says it is too large is refused before it comes.

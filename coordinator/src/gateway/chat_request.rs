@@ -32,6 +32,8 @@ pub struct ChatRequest {
     pub stream: bool,
     /// Whether the stream ends with a usage chunk.
     pub include_usage: bool,
+    /// Names of fields that mean nothing here, for the response header that says so.
+    pub ignored: Vec<String>,
     /// Whether reasoning is part of the response.
     pub include_reasoning: bool,
 }
@@ -66,9 +68,88 @@ impl ChatRequest {
             stop: stops(&fields)?,
             stream: fields.boolean("stream")?.unwrap_or(false),
             include_usage: include_usage.unwrap_or(false),
+            ignored: ignored(body),
             include_reasoning: fields.boolean("include_reasoning")?.unwrap_or(true),
         })
     }
+}
+
+/// Fields that are read, besides those that [`refuse_unsupported`] looks at.
+const READ: [&str; 22] = [
+    "model",
+    "messages",
+    "tools",
+    "chat_template_kwargs",
+    "enable_thinking",
+    "thinking",
+    "reasoning_effort",
+    "reasoning",
+    "include_reasoning",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_sequences",
+    "max_tokens",
+    "max_completion_tokens",
+    "user",
+    "metadata",
+];
+/// Fields that [`refuse_unsupported`] looks at.
+const REFUSED: [&str; 32] = [
+    "n",
+    "best_of",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "repeat_penalty",
+    "logprobs",
+    "top_logprobs",
+    "logit_bias",
+    "response_format",
+    "modalities",
+    "tool_choice",
+    "functions",
+    "function_call",
+    "use_beam_search",
+    "ignore_eos",
+    "continue_final_message",
+    "parallel_tool_calls",
+    "audio",
+    "min_tokens",
+    "stop_token_ids",
+    "web_search_options",
+    "repeat_last_n",
+    "typical_p",
+    "grammar",
+    "json_schema",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "add_generation_prompt",
+];
+/// Names listed at most, and the longest one listed.
+const MAX_IGNORED: usize = 10;
+const MAX_IGNORED_BYTES: usize = 64;
+
+/// The names of fields that neither are read nor would be refused.
+fn ignored(body: &Map<String, Value>) -> Vec<String> {
+    let plain = |name: &&String| {
+        (1..=MAX_IGNORED_BYTES).contains(&name.len())
+            && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
+    };
+    body.keys()
+        .filter(|name| !READ.contains(&name.as_str()) && !REFUSED.contains(&name.as_str()))
+        .filter(plain)
+        .take(MAX_IGNORED)
+        .cloned()
+        .collect()
 }
 
 fn check_model(fields: &Fields<'_>, served: &str) -> Result<(), ApiError> {
@@ -473,6 +554,16 @@ mod tests {
             with(json!({ "tools": [{ "type": "function", "name": "ä" }] }), tools).unwrap_err().code,
             "invalid_value"
         );
+    }
+
+    #[test]
+    fn what_is_ignored_is_said() {
+        let body = json!({ "messages": [], "n": 1, "colour": "red", "a b": 1, "mirostat": 2, "grammar": "" });
+        assert_eq!(ignored(body.as_object().unwrap()), ["colour", "mirostat"]);
+        let many: Map<String, Value> = (0..30).map(|i| (format!("x{i}"), Value::Null)).collect();
+        assert_eq!(ignored(&many).len(), MAX_IGNORED);
+        let named = |name: &str| with(json!({ name: { "odd": true } }), refuse_unsupported).is_err();
+        assert!(REFUSED.into_iter().all(named), "every name in the list is looked at");
     }
 
     #[test]

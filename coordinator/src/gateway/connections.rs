@@ -7,6 +7,7 @@
 use std::convert::Infallible;
 use std::future::Future;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use axum::Router;
@@ -49,6 +50,7 @@ pub(super) async fn serve(
 ) {
     let places = Arc::new(Semaphore::new(limits.connections));
     let running = GracefulShutdown::new();
+    let (ending, ended) = tokio::sync::watch::channel(false);
     let mut shutdown = std::pin::pin!(shutdown);
     loop {
         let accepted = tokio::select! {
@@ -66,8 +68,12 @@ pub(super) async fn serve(
         let Ok(place) = places.clone().try_acquire_owned() else { continue };
         // Frames of a stream are small and each is awaited.
         let _ = stream.set_nodelay(true);
+        keep_alive(&stream);
         let router = router.clone();
+        let asked = Arc::new(AtomicBool::new(false));
+        let asking = asked.clone();
         let answer = hyper::service::service_fn(move |request: Request<Incoming>| {
+            asking.store(true, Ordering::Relaxed);
             let mut router = router.clone();
             async move {
                 Ok::<_, Infallible>(router.call(request.map(Body::new)).await.unwrap_or_else(|e| match e {}))
@@ -79,14 +85,41 @@ pub(super) async fn serve(
             .max_buf_size(MAX_HEADER_BYTES)
             .serve_connection(TokioIo::new(stream), answer);
         let connection = running.watch(connection);
+        let mut ended = ended.clone();
         tokio::spawn(async move {
-            // How a client broke its connection is its own affair.
-            let _ = connection.await;
+            let silent_at_the_end = async {
+                let _ = ended.wait_for(|ended| *ended).await;
+                if asked.load(Ordering::Relaxed) {
+                    std::future::pending::<()>().await;
+                }
+            };
+            tokio::select! {
+                // How a client broke its connection is its own affair.
+                _ = connection => {}
+                () = silent_at_the_end => {}
+            }
             drop(place);
         });
     }
     drop(listener);
+    // Connections on which nothing was asked yet are not waited for.
+    let _ = ending.send(true);
     running.shutdown().await;
+}
+
+/// Lets the system find out, within about two minutes, that a client's machine is gone.
+fn keep_alive(stream: &tokio::net::TcpStream) {
+    #[cfg(unix)]
+    {
+        use rustix::net::sockopt;
+        // Where the system refuses, dead clients are found later.
+        let _ = sockopt::set_socket_keepalive(stream, true);
+        let _ = sockopt::set_tcp_keepidle(stream, Duration::from_secs(60));
+        let _ = sockopt::set_tcp_keepintvl(stream, Duration::from_secs(15));
+        let _ = sockopt::set_tcp_keepcnt(stream, 4);
+    }
+    #[cfg(not(unix))]
+    let _ = stream;
 }
 
 #[cfg(test)]
@@ -100,14 +133,23 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(20);
 
     async fn start(limits: Limits) -> (std::net::SocketAddr, tokio::sync::oneshot::Sender<()>) {
+        let (address, stop, _) = start_to_end(limits).await;
+        (address, stop)
+    }
+
+    type Served = tokio::task::JoinHandle<()>;
+
+    async fn start_to_end(
+        limits: Limits,
+    ) -> (std::net::SocketAddr, tokio::sync::oneshot::Sender<()>, Served) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
         let router = Router::new().route("/", get(|| async { "hello" }));
-        tokio::spawn(serve(router, listener, limits, async {
+        let served = tokio::spawn(serve(router, listener, limits, async {
             let _ = stopped.await;
         }));
-        (address, stop)
+        (address, stop, served)
     }
 
     /// Sends `text` and reads until the server closes.
@@ -141,6 +183,20 @@ mod tests {
         let request = "GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
         let served = async { while !talk(address, request).await.ends_with("hello") {} };
         tokio::time::timeout(PATIENCE, served).await.expect("the place is free again");
+    }
+
+    #[tokio::test]
+    async fn the_end_does_not_wait_for_clients_that_ask_nothing() {
+        let limits = Limits { connections: 4, header_time: Duration::from_secs(3600) };
+        let (address, stop, served) = start_to_end(limits).await;
+        let _silent = TcpStream::connect(address).await.unwrap();
+        let mut half = TcpStream::connect(address).await.unwrap();
+        half.write_all(b"GET / HT").await.unwrap();
+        let mut idle = TcpStream::connect(address).await.unwrap();
+        idle.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
+        assert!(idle.read_u8().await.is_ok(), "it is served");
+        stop.send(()).unwrap();
+        tokio::time::timeout(PATIENCE, served).await.expect("the server ends").unwrap();
     }
 
     #[tokio::test]

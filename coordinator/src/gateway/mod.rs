@@ -84,7 +84,12 @@ pub struct Gateway {
     pub engine: EngineHandle,
     /// Counters since the start.
     pub totals: Totals,
+    /// Bounds the requests that are parsed and rendered at a time: parsed JSON takes many times its bytes.
+    pub preparing: tokio::sync::Semaphore,
 }
+
+/// Requests parsed and rendered at a time.
+pub const PREPARED_AT_A_TIME: usize = 4;
 
 /// The routes over one gateway.
 pub fn router(gateway: Arc<Gateway>) -> Router {
