@@ -1,7 +1,7 @@
 //! Small file-system helpers: writes that are there whole or not at all, positional I/O, free space.
 
 use std::fs::File;
-use std::io::{Result, Write};
+use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::path::Path;
 
 /// Writes `bytes` to `path` so that after a crash at any moment either the old file or the new one
@@ -23,6 +23,30 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
     temp.as_file().sync_all()?;
     temp.persist(path).map_err(|error| error.error)?;
     sync_dir(dir)
+}
+
+/// Reads a whole file that should be small. A pipe or a device is refused instead of waited for, and
+/// never more than `limit` bytes are taken, whatever a file system says about sizes.
+///
+/// # Errors
+/// The operating system's error; [`ErrorKind::InvalidInput`] for what is no regular file,
+/// [`ErrorKind::FileTooLarge`] beyond `limit`.
+pub fn read_small(path: &Path, limit: u64) -> Result<Vec<u8>> {
+    let meta = std::fs::metadata(path)?;
+    if meta.is_dir() {
+        return Err(ErrorKind::IsADirectory.into());
+    }
+    if !meta.is_file() {
+        return Err(Error::new(ErrorKind::InvalidInput, "it is not a regular file"));
+    }
+    let mut bytes = Vec::new();
+    File::open(path)?.take(limit.saturating_add(1)).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > limit {
+        let what =
+            format!("it has {} bytes, more than the {limit} allowed", meta.len().max(bytes.len() as u64));
+        return Err(Error::new(ErrorKind::FileTooLarge, what));
+    }
+    Ok(bytes)
 }
 
 /// Makes renames and removals inside `dir` durable, where the system has a way to say so.
@@ -82,7 +106,7 @@ pub fn free_bytes(path: &Path) -> Result<u64> {
     #[cfg(unix)]
     {
         let existing = path.ancestors().find(|p| p.exists()).unwrap_or_else(|| Path::new("."));
-        let stat = rustix::fs::statvfs(existing).map_err(std::io::Error::from)?;
+        let stat = rustix::fs::statvfs(existing).map_err(Error::from)?;
         Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
     }
     #[cfg(not(unix))]
@@ -109,6 +133,20 @@ mod tests {
         write_atomic(&path, b"two").unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"two");
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn small_files_are_read_whole_and_anything_else_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config.json");
+        std::fs::write(&path, b"12345").unwrap();
+        assert_eq!(read_small(&path, 5).unwrap(), b"12345");
+        assert_eq!(read_small(&path, 4).unwrap_err().kind(), ErrorKind::FileTooLarge);
+        assert_eq!(read_small(dir.path(), 4).unwrap_err().kind(), ErrorKind::IsADirectory);
+        let missing = read_small(&dir.path().join("none"), 4).unwrap_err();
+        assert_eq!(missing.kind(), ErrorKind::NotFound);
+        #[cfg(unix)]
+        assert_eq!(read_small(Path::new("/dev/zero"), 4).unwrap_err().kind(), ErrorKind::InvalidInput);
     }
 
     #[test]

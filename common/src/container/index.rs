@@ -229,10 +229,8 @@ impl Listing {
 
 /// `params.group_size` of a converter's side file. A file that cannot be read gives no hint.
 fn group_size_hint(path: &Path) -> Option<u32> {
-    if std::fs::metadata(path).ok()?.len() > MAX_SIDE_FILE_BYTES {
-        return None;
-    }
-    let root: Value = serde_json::from_slice(&std::fs::read(path).ok()?).ok()?;
+    let json = crate::disk::read_small(path, MAX_SIDE_FILE_BYTES).ok()?;
+    let root: Value = serde_json::from_slice(&json).ok()?;
     let params = root.get("params").unwrap_or(&root);
     u32::try_from(params.get("group_size")?.as_u64()?).ok()
 }

@@ -35,19 +35,25 @@ pub(crate) fn stored_scale_flaw(scales: &[u8]) -> Option<String> {
     None
 }
 
-/// What is wrong with a weight payload, if anything: fp8 (e4m3fn) has NaN codes, which are refused.
+/// What is wrong with a weight payload, if anything: floats must be finite, and fp8 (e4m3fn) has NaN
+/// codes, which are refused. Integer formats have nothing that could be wrong.
 pub(crate) fn weight_flaw(format: Format, weights: &[u8]) -> Option<String> {
-    if format != Format::Fp8Block {
-        return None;
-    }
-    let nan = |byte: u8| byte & 0x7f == 0x7f;
-    for (block, bytes) in weights.chunks(BLOCK).enumerate() {
-        if bytes.iter().fold(false, |found, &byte| found | nan(byte)) {
-            let index = block * BLOCK + bytes.iter().position(|&byte| nan(byte)).unwrap_or(0);
-            return Some(format!("byte {index} is an fp8 NaN; weights must be numbers"));
-        }
-    }
-    None
+    let bad = match format {
+        Format::Fp8Block => first_bad::<1>(weights, |b| b[0] & 0x7f != 0x7f),
+        Format::Bf16 => first_bad::<2>(weights, |b| u16::from_le_bytes(b) & 0x7f80 != 0x7f80),
+        Format::F16 => first_bad::<2>(weights, |b| u16::from_le_bytes(b) & 0x7c00 != 0x7c00),
+        Format::F32 => first_bad::<4>(weights, |b| u32::from_le_bytes(b) & 0x7f80_0000 != 0x7f80_0000),
+        _ => None,
+    }?;
+    Some(format!("element {bad} is NaN or infinite; weights must be finite"))
+}
+
+/// Index of the first element that is not `good`. Whole blocks are tested without branches.
+fn first_bad<const N: usize>(bytes: &[u8], good: impl Fn([u8; N]) -> bool) -> Option<usize> {
+    let (elements, _) = bytes.as_chunks::<N>();
+    let block = elements.chunks(BLOCK).position(|block| !block.iter().fold(true, |ok, &e| ok & good(e)))?;
+    let start = block * BLOCK;
+    elements[start..].iter().position(|&e| !good(e)).map(|index| start + index)
 }
 
 /// Reads one matrix; `name` is for messages.
@@ -128,7 +134,11 @@ fn io_error(shards: &[Shard], span: &Span, source: std::io::Error) -> ContainerE
 
 fn damaged(shards: &[Shard], span: &Span, tensor: &str, what: String) -> ContainerError {
     let file = shards.get(span.shard as usize).map(|s| s.path().to_owned());
-    ContainerError::Damaged(vec![Problem { file, tensor: Some(tensor.to_owned()), what }])
+    ContainerError::Damaged(vec![Problem {
+        file,
+        tensor: Some(tensor.to_owned()),
+        what: format!("{what}; restore the file"),
+    }])
 }
 
 #[cfg(test)]
@@ -155,8 +165,30 @@ mod tests {
         let mut weights = vec![0x7e; 2500];
         assert_eq!(weight_flaw(Format::Fp8Block, &weights), None);
         weights[2100] = 0xff;
-        assert!(weight_flaw(Format::Fp8Block, &weights).unwrap().starts_with("byte 2100 is"));
+        assert!(weight_flaw(Format::Fp8Block, &weights).unwrap().starts_with("element 2100 is"));
         assert_eq!(weight_flaw(Format::Int8Row, &weights), None);
+    }
+
+    #[test]
+    fn floats_that_are_not_finite_are_found_wherever_they_are() {
+        let bytes = |format, value: f32| match format {
+            Format::Bf16 => half::bf16::from_f32(value).to_le_bytes().to_vec(),
+            Format::F16 => half::f16::from_f32(value).to_le_bytes().to_vec(),
+            _ => value.to_le_bytes().to_vec(),
+        };
+        for format in [Format::Bf16, Format::F16, Format::F32] {
+            let largest = bytes(format, 65504.0);
+            let good = largest.repeat(2500);
+            assert_eq!(weight_flaw(format, &good), None);
+            for (index, value) in
+                [(0, f32::NAN), (1023, f32::INFINITY), (1024, -f32::NAN), (2499, f32::NEG_INFINITY)]
+            {
+                let mut weights = good.clone();
+                weights.splice(index * largest.len()..(index + 1) * largest.len(), bytes(format, value));
+                let flaw = weight_flaw(format, &weights).unwrap();
+                assert!(flaw.starts_with(&format!("element {index} is")), "{flaw}");
+            }
+        }
     }
 
     #[test]

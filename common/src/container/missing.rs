@@ -56,9 +56,7 @@ fn weight_map(dir: &Path) -> Option<HashMap<String, String>> {
     let path = entries
         .filter_map(|entry| Some(entry.ok()?.path()))
         .find(|path| path.to_string_lossy().ends_with(".safetensors.index.json"))?;
-    if std::fs::metadata(&path).ok()?.len() > MAX_INDEX_BYTES {
-        return None;
-    }
-    let mut root: Value = serde_json::from_slice(&std::fs::read(path).ok()?).ok()?;
+    let json = crate::disk::read_small(&path, MAX_INDEX_BYTES).ok()?;
+    let mut root: Value = serde_json::from_slice(&json).ok()?;
     serde_json::from_value(root.get_mut("weight_map")?.take()).ok()
 }

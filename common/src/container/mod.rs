@@ -196,7 +196,7 @@ impl Container {
     /// Reads one matrix into memory.
     ///
     /// # Errors
-    /// Missing name, short read, non-finite or negative scale, fp8 NaN.
+    /// Missing name, short read, non-finite weight, non-finite or negative scale.
     pub fn load_matrix(&self, name: &str) -> Result<Matrix, ContainerError> {
         match self.place(name) {
             Some(Place::Matrix(place)) => load::matrix(&self.inner.shards, name, &place),
@@ -273,11 +273,12 @@ fn read_config(dirs: &[PathBuf]) -> Result<(PathBuf, Vec<u8>), ContainerError> {
         return Err(ContainerError::Config { path: "config.json".into(), what });
     };
     let io = |source| ContainerError::Io { path: path.clone(), source };
-    let size = std::fs::metadata(&path).map_err(io)?.len();
-    if size > MAX_CONFIG_BYTES {
-        let what = format!("it has {size} bytes, too many for a configuration");
-        return Err(ContainerError::Config { path, what });
-    }
-    let json = std::fs::read(&path).map_err(io)?;
+    let json = match crate::disk::read_small(&path, MAX_CONFIG_BYTES) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            let what = "no such file; name a directory that holds a model".into();
+            return Err(ContainerError::Config { path, what });
+        }
+        read => read.map_err(io)?,
+    };
     Ok((path, json))
 }

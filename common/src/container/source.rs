@@ -96,7 +96,7 @@ impl ContainerSource {
         Ok(())
     }
 
-    /// Refuses NaN, infinite and negative scales, and fp8 NaN weights.
+    /// Refuses NaN, infinite and negative scales, and float weights that are not finite.
     fn check(
         &self,
         id: ExpertId,

@@ -342,9 +342,34 @@ fn bad_scales_and_fp8_nans_are_found_when_read() {
     });
     let container = open(dir.path()).unwrap();
     let error = container.load_matrix(dense).unwrap_err().to_string();
-    assert!(error.contains("byte 7 is an fp8 NaN") && error.contains(dense), "{error}");
+    assert!(error.contains("element 7 is NaN") && error.contains(dense), "{error}");
     let error = read(&container, ExpertId { layer: 1, index: 0 }).unwrap_err().to_string();
-    assert!(error.contains("byte 7 is an fp8 NaN") && error.contains(expert), "{error}");
+    assert!(error.contains("element 7 is NaN") && error.contains(expert), "{error}");
+}
+
+#[test]
+fn float_weights_that_are_not_finite_are_refused() {
+    let names = [
+        "model.layers.1.mlp.gate.weight",
+        "model.layers.0.self_attn.o_proj.weight",
+        "model.embed_tokens.weight",
+        "model.layers.1.mlp.experts.0.down_proj.weight",
+    ];
+    let dir = copy("tiny-mtp");
+    edit(&dir.path().join("model.safetensors"), |file| {
+        for name in names {
+            let at = file.range(name).start + 6;
+            file.data[at..at + 2].copy_from_slice(&[0x80, 0xff]);
+        }
+    });
+    let container = open(dir.path()).unwrap();
+    for name in names {
+        let error = container.load_matrix(name).unwrap_err().to_string();
+        assert!(error.contains("element 3 is NaN or infinite") && error.contains(name), "{error}");
+    }
+    let error = read(&container, ExpertId { layer: 1, index: 0 }).unwrap_err();
+    assert!(matches!(error, ExpertError::Damaged { .. }), "{error}");
+    assert!(error.to_string().contains(names[3]), "{error}");
 }
 
 fn read(container: &shimmer_common::container::Container, id: ExpertId) -> Result<Vec<u8>, ExpertError> {
