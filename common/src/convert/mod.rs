@@ -199,8 +199,9 @@ pub fn convert(
     std::fs::create_dir_all(to).map_err(ConvertError::io("create", to))?;
     let lock = take_lock(to)?;
     remove_partials(to)?;
-    copy_side_files(from, to)?;
+    // First of all, so that a target with anything in it is known as ours.
     state.save(to)?;
+    copy_side_files(from, to)?;
 
     let kept_files = done.files;
     for output in missing {
@@ -295,18 +296,20 @@ fn refuse_nested(from: &Path, to: &Path) -> Result<(), ConvertError> {
 }
 
 fn refuse_occupied(to: &Path) -> Result<(), ConvertError> {
-    let mut entries = match std::fs::read_dir(to) {
+    let entries = match std::fs::read_dir(to) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         read => read.map_err(ConvertError::io("read", to))?,
     };
-    match entries.next() {
-        None => Ok(()),
-        Some(_) => {
+    for entry in entries {
+        let name = entry.map_err(ConvertError::io("read", to))?.file_name();
+        // What a conversion killed before its first save leaves behind.
+        if name != LOCK && !name.to_string_lossy().starts_with(TEMPORARY) {
             let what =
                 format!("it is not empty and holds no unfinished conversion ({STATE}); name a new directory");
-            Err(ConvertError::Target { path: to.to_owned(), what })
+            return Err(ConvertError::Target { path: to.to_owned(), what });
         }
     }
+    Ok(())
 }
 
 fn check_space(to: &Path, missing_bytes: u64) -> Result<(), ConvertError> {
@@ -341,7 +344,7 @@ fn remove_partials(to: &Path) -> Result<(), ConvertError> {
         let entry = entry.map_err(ConvertError::io("read", to))?;
         let name = entry.file_name();
         let name = name.to_string_lossy();
-        let ours = name.starts_with(".tmp-") || (name.starts_with("out-") && name.ends_with(PARTIAL));
+        let ours = name.starts_with(TEMPORARY) || (name.starts_with("out-") && name.ends_with(PARTIAL));
         if ours {
             std::fs::remove_file(entry.path()).map_err(ConvertError::io("remove", &entry.path()))?;
         }
@@ -349,10 +352,16 @@ fn remove_partials(to: &Path) -> Result<(), ConvertError> {
     Ok(())
 }
 
+/// Start of the names of files that [`disk::write_atomic`] has not finished.
+const TEMPORARY: &str = ".tmp-";
+
+/// Tokenizers of large vocabularies have some 20 MB.
+const MAX_SIDE_FILE_BYTES: u64 = 256 << 20;
+
 fn copy_side_files(from: &Path, to: &Path) -> Result<(), ConvertError> {
     for name in SIDE_FILES {
         let path = from.join(name);
-        match std::fs::read(&path) {
+        match disk::read_small(&path, MAX_SIDE_FILE_BYTES) {
             Ok(bytes) => {
                 let copy = to.join(name);
                 disk::write_atomic(&copy, &bytes).map_err(ConvertError::io("write", &copy))?;

@@ -296,6 +296,19 @@ fn other_options_or_another_source_are_refused_by_name() {
 }
 
 #[test]
+fn a_target_of_a_conversion_killed_at_its_very_start_is_taken_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let (fresh, begun) = (dir.path().join("fresh"), dir.path().join("begun"));
+    std::fs::create_dir(&begun).unwrap();
+    std::fs::write(begun.join(LOCK), b"").unwrap();
+    std::fs::write(begun.join(".tmp-Ab12Cd"), b"half").unwrap();
+    for to in [&fresh, &begun] {
+        convert(&data("tiny-olmoe"), to, &ConvertOptions::default(), &mut go_on).unwrap();
+    }
+    assert_eq!(contents(&begun), contents(&fresh));
+}
+
+#[test]
 fn unsuitable_targets_are_refused_and_left_alone() {
     let dir = tempfile::tempdir().unwrap();
     let options = ConvertOptions::default();
