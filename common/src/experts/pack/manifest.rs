@@ -51,7 +51,12 @@ impl Manifest {
         let path = dir.join(MANIFEST);
         let len = match std::fs::metadata(&path) {
             Ok(meta) => meta.len(),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    std::io::ErrorKind::NotFound | std::io::ErrorKind::NotADirectory
+                ) =>
+            {
                 return Err(PackError::NotAPack { path: dir.to_owned() });
             }
             Err(error) => return Err(PackError::io("read", &path)(error)),
