@@ -57,6 +57,7 @@ pub struct ScoreArgs {
 /// # Errors
 /// [`CliError`].
 pub fn run(args: &ScoreArgs) -> Result<(), CliError> {
+    tensor_file::check_place(&args.out, &args.model.model)?;
     let sequences = read_ids(&args.ids)?;
     let interrupt = Interrupt::install();
     let mut model_args = args.model.clone();

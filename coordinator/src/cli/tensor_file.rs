@@ -1,11 +1,12 @@
 //! A deterministic safetensors writer: the same tensors always give the same bytes.
 //!
 //! Tensors are written in name order, F32 and I32 alike; the header is padded with spaces so that data
-//! starts at a multiple of 64. The file appears under its name only when it is complete.
+//! starts at a multiple of 64. The file appears under its name only when it is complete; what is no
+//! regular file (a device, a pipe) is written to and stays what it is.
 
 use std::collections::BTreeMap;
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::error::CliError;
 
@@ -63,23 +64,55 @@ impl Tensor {
     }
 }
 
-/// Writes `tensors` to `path` atomically.
+/// Refuses places that [`write`] could not use, before hours of work, and the model's own directories:
+/// a `.safetensors` file there would be read as a part of the model.
+///
+/// # Errors
+/// [`CliError::Usage`] naming the place.
+pub fn check_place(path: &Path, model: &[PathBuf]) -> Result<(), CliError> {
+    let refuse = |what: &str| Err(CliError::Usage(format!("cannot write {}: {what}", path.display())));
+    if path.is_dir() {
+        return refuse("it is a directory; name a file in it");
+    }
+    let Ok(dir) = std::fs::canonicalize(directory(path)) else {
+        return refuse("its directory does not exist; make it first");
+    };
+    if model.iter().any(|model| std::fs::canonicalize(model).is_ok_and(|model| model == dir)) {
+        return refuse("it lies in the model directory, which is never written to; name another place");
+    }
+    Ok(())
+}
+
+fn directory(path: &Path) -> &Path {
+    path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Writes `tensors` to `path`: atomically, unless it is a device or a pipe.
 ///
 /// # Errors
 /// [`CliError::Failed`] naming the file; nothing is left behind.
 pub fn write(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<(), CliError> {
     let failed = |e: std::io::Error| CliError::io(format!("cannot write {}", path.display()), &e);
-    let dir = path.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let mut file = tempfile::Builder::new().prefix(".shimmer-").tempfile_in(dir).map_err(failed)?;
-    let mut out = std::io::BufWriter::new(file.as_file_mut());
-    let written =
-        out.write_all(&header(tensors)).and_then(|()| tensors.values().try_for_each(|t| t.write(&mut out)));
-    written.and_then(|()| out.flush()).map_err(failed)?;
-    drop(out);
+    // A link stays a link; the file it names is replaced.
+    let place = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    if std::fs::metadata(&place).is_ok_and(|meta| !meta.is_file()) {
+        let mut file = std::fs::File::options().write(true).open(&place).map_err(failed)?;
+        return write_to(&mut file, tensors).map_err(failed);
+    }
+    let mut file =
+        tempfile::Builder::new().prefix(".shimmer-").tempfile_in(directory(&place)).map_err(failed)?;
+    write_to(file.as_file_mut(), tensors).map_err(failed)?;
     file.as_file().sync_all().map_err(failed)?;
     keep_default_mode(file.as_file()).map_err(failed)?;
-    file.persist(path).map_err(|e| failed(e.error))?;
+    file.persist(&place).map_err(|e| failed(e.error))?;
     Ok(())
+}
+
+fn write_to(file: &mut std::fs::File, tensors: &BTreeMap<String, Tensor>) -> std::io::Result<()> {
+    let mut out = std::io::BufWriter::new(file);
+    out.write_all(&header(tensors))?;
+    tensors.values().try_for_each(|tensor| tensor.write(&mut out))?;
+    out.flush()
 }
 
 /// Temporary files are private; a result is an ordinary file.
@@ -151,6 +184,44 @@ mod tests {
         let ints: Vec<i32> =
             bytes[8 + length..][..24].chunks(4).map(|c| i32::from_le_bytes(c.try_into().unwrap())).collect();
         assert_eq!(ints, [0, -1, 0, 1, -1, -1]);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn links_stay_links_and_pipes_stay_pipes() {
+        use std::os::unix::fs::FileTypeExt;
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        std::fs::write(at("old"), b"old").unwrap();
+        std::os::unix::fs::symlink(at("old"), at("link")).unwrap();
+        write(&at("link"), &sample()).unwrap();
+        assert!(std::fs::symlink_metadata(at("link")).unwrap().is_symlink());
+        let bytes = std::fs::read(at("old")).unwrap();
+        assert!(bytes.len() > 64);
+
+        let made = std::process::Command::new("mkfifo").arg(at("pipe")).status().unwrap();
+        assert!(made.success());
+        let reader = std::thread::spawn({
+            let pipe = at("pipe");
+            move || std::fs::read(pipe).unwrap()
+        });
+        write(&at("pipe"), &sample()).unwrap();
+        assert!(std::fs::metadata(at("pipe")).unwrap().file_type().is_fifo());
+        assert_eq!(reader.join().unwrap(), bytes);
+    }
+
+    #[test]
+    fn unusable_places_and_the_model_itself_are_refused_up_front() {
+        let dir = tempfile::tempdir().unwrap();
+        let (model, other) = (dir.path().join("model"), dir.path().join("other"));
+        std::fs::create_dir_all(&model).unwrap();
+        std::fs::create_dir_all(&other).unwrap();
+        let models = [model.clone()];
+        assert!(check_place(&other.join("x.safetensors"), &models).is_ok());
+        let refused = |place: &Path| check_place(place, &models).unwrap_err().to_string();
+        assert!(refused(&other).contains("is a directory"));
+        assert!(refused(&other.join("none/x.safetensors")).contains("does not exist"));
+        assert!(refused(&other.join("../model/x.safetensors")).contains("model directory"));
     }
 
     #[test]
