@@ -280,26 +280,73 @@ fn a_flipped_bit_in_a_pack() {
     program().ok(["pack".as_ref(), "--model".as_ref(), model.as_os_str(), "--to".as_ref(), pack.as_os_str()]);
     let is_data = |path: &PathBuf| path.extension().is_some_and(|e| e == "pack");
     let file = listing(&pack).into_iter().find(is_data).expect("a data file");
-    let mut bytes = std::fs::read(&file).expect("readable");
-    bytes[100] ^= 1;
-    std::fs::write(&file, bytes).expect("writable");
-    std::fs::write(patient.dir.path().join("ids.json"), format!("{:?}", (0..90).collect::<Vec<u32>>()))
-        .expect("ids.json");
+    let whole = std::fs::read(&file).expect("readable");
     let out = patient.dir.path().join("out.safetensors");
+    // The last record belongs to the draft layer, which this command does not compute.
+    for at in [100, whole.len() - 1] {
+        let mut bytes = whole.clone();
+        bytes[at] ^= 1;
+        std::fs::write(&file, bytes).expect("writable");
+        program().refused(
+            DAMAGED,
+            &[name(&file), "expert"],
+            [
+                "score".as_ref(),
+                "--model".as_ref(),
+                model.as_os_str(),
+                "--pack".as_ref(),
+                pack.as_os_str(),
+                "--ids".as_ref(),
+                patient.dir.path().join("ids.json").as_os_str(),
+                "--out".as_ref(),
+                out.as_os_str(),
+            ],
+        );
+        assert!(!out.exists());
+    }
+}
+
+#[test]
+fn numbers_that_are_not_finite() {
+    for tensor in [
+        "model.layers.1.mlp.gate.weight",
+        "model.layers.1.mlp.experts.0.down_proj.weight.qs",
+        "model.layers.2.mlp.experts.0.down_proj.weight.qs",
+    ] {
+        let patient = Patient::new();
+        let shard = patient.shard_of(tensor);
+        edit_data(&shard, tensor, |data| data[..4].copy_from_slice(&f32::NAN.to_le_bytes()));
+        patient.refused(DAMAGED, &[name(&shard), tensor.trim_end_matches(".qs"), "NaN"]);
+    }
+}
+
+#[test]
+fn a_result_is_never_written_into_the_model() {
+    let patient = Patient::new();
+    let before = listing(&patient.model());
+    let out = patient.model().join("logits.safetensors");
     program().refused(
-        DAMAGED,
-        &[name(&file), "expert"],
+        2,
+        &["logits.safetensors", "model directory"],
         [
             "score".as_ref(),
             "--model".as_ref(),
-            model.as_os_str(),
-            "--pack".as_ref(),
-            pack.as_os_str(),
+            patient.model().as_os_str(),
             "--ids".as_ref(),
             patient.dir.path().join("ids.json").as_os_str(),
             "--out".as_ref(),
             out.as_os_str(),
         ],
     );
-    assert!(!out.exists());
+    assert_eq!(listing(&patient.model()), before);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_device_or_pipe_in_place_of_a_file_is_refused() {
+    let patient = Patient::new();
+    let path = patient.model().join("config.json");
+    std::fs::remove_file(&path).expect("removed");
+    std::os::unix::fs::symlink("/dev/zero", &path).expect("a link");
+    patient.refused(DAMAGED, &["config.json", "not a regular file"]);
 }

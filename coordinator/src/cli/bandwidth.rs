@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// Longest time a measurement takes.
-const BUDGET: Duration = Duration::from_millis(300);
+const BUDGET: Duration = Duration::from_millis(150);
 
 /// Larger than the last-level cache of desktop CPUs.
 const MEMORY_BYTES: usize = 128 << 20;

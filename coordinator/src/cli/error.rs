@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use shimmer_common::container::ContainerError;
 use shimmer_common::experts::ExpertError;
 use shimmer_common::experts::pack::PackError;
+use shimmer_common::ffn::FfnError;
 
 use crate::cluster::ClusterError;
 use crate::decode::DecodeError;
@@ -88,6 +89,9 @@ impl From<ExpertError> for CliError {
             ExpertError::Missing { .. } | ExpertError::Read { .. } | ExpertError::Damaged { .. } => {
                 Self::Data(message)
             }
+            ExpertError::Compute { source: FfnError::Fixed(_), .. } => Self::Data(format!(
+                "{message}; the model's weights are damaged, check them with `shimmer doctor --deep`"
+            )),
             ExpertError::Compute { .. } | ExpertError::Unfit { .. } => Self::Failed(message),
         }
     }

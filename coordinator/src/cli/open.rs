@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use shimmer_common::container::Container;
 use shimmer_common::experts::pack::Pack;
-use shimmer_common::experts::{ExpertCompute, ExpertSource, LocalStore};
+use shimmer_common::experts::{ExpertCompute, ExpertId, ExpertSource, LocalStore};
 use shimmer_common::profile::NumericProfile;
 
 use super::error::CliError;
@@ -160,6 +160,28 @@ pub fn expert_source(
     Ok(Arc::new(pack))
 }
 
+/// Experts of models up to this size are read whole before the first answer: a fraction of a second.
+const CHECKED_AT_OPENING_BYTES: u64 = 256 << 20;
+
+/// Reads every expert of a small model once, which checks hashes, scales and weights, so that damage is
+/// found before the first answer and not in the answer that happens to need the expert. Experts of larger
+/// models are checked when they are read, all of them by `doctor --deep`.
+fn check_small(source: &dyn ExpertSource) -> Result<(), CliError> {
+    let layout = source.layout();
+    let held = |id: &ExpertId| source.contains(*id);
+    let records: Vec<_> =
+        layout.ids().filter(held).filter_map(|id| Some((id, layout.record_bytes(id)?))).collect();
+    if records.iter().map(|&(_, bytes)| bytes as u64).sum::<u64>() > CHECKED_AT_OPENING_BYTES {
+        return Ok(());
+    }
+    let mut record = Vec::new();
+    for (id, bytes) in records {
+        record.resize(bytes, 0);
+        source.read(id, &mut record)?;
+    }
+    Ok(())
+}
+
 /// A pool of compute threads.
 ///
 /// # Errors
@@ -239,6 +261,7 @@ pub fn load_parts<T>(
     let pool = compute_pool(limits.threads)?;
     let needs = Needs::of(&container, source.layout());
     let memory = memory::divide(limits, &needs)?;
+    check_small(&*source)?;
     let local = match limits.experts {
         ExpertsChoice::Cluster => None,
         _ => Some(Arc::new(LocalStore::new(source.clone(), kernels, profile, memory.expert_bytes as usize)?)),

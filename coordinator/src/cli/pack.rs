@@ -1,11 +1,12 @@
 //! `shimmer pack`: writes an expert pack from a container.
 
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde_json::json;
-use shimmer_common::experts::pack::write_pack;
+use shimmer_common::container::Fingerprint;
+use shimmer_common::experts::pack::{Pack, PackError, PackReport, write_pack};
 use shimmer_common::experts::{ExpertId, ExpertLayout};
 
 use super::error::CliError;
@@ -62,7 +63,10 @@ pub fn run(args: &PackArgs) -> Result<(), CliError> {
         if interrupt.requested() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     });
     bar.finish_and_clear();
-    let report = report?;
+    let report = match report {
+        Err(error @ PackError::Occupied { .. }) => finished(&args.to, &ids, fingerprint).ok_or(error)?,
+        report => report?,
+    };
     if args.json {
         return output::emit_json(&json!({
             "to": args.to,
@@ -73,6 +77,16 @@ pub fn run(args: &PackArgs) -> Result<(), CliError> {
         }));
     }
     output::emit(&format!("{}: {} experts, {}\n", args.to.display(), report.records, Size(report.bytes)))
+}
+
+/// The report of a pack that is there already, when it holds exactly these experts of this model: the
+/// command may have been stopped after its last step.
+fn finished(to: &Path, ids: &[ExpertId], fingerprint: Fingerprint) -> Option<PackReport> {
+    let pack = Pack::open(to).ok()?;
+    let asked: std::collections::BTreeSet<_> = ids.iter().copied().collect();
+    let same = pack.is_sealed() && pack.fingerprint() == fingerprint && pack.ids().into_iter().eq(asked);
+    let records = pack.ids().len();
+    same.then(|| PackReport { records, resumed_records: records, bytes: pack.bytes() })
 }
 
 /// The experts a list names.

@@ -47,6 +47,13 @@ pub struct PlanArgs {
 /// # Errors
 /// [`CliError`].
 pub fn run(args: &PlanArgs) -> Result<(), CliError> {
+    for (flag, given) in [("disk", args.disk_bandwidth), ("memory", args.memory_bandwidth)] {
+        if given.is_some_and(|size| size.0 == 0) {
+            return Err(CliError::Usage(format!(
+                "--{flag}-bandwidth is 0; give bytes per second, such as 2GB"
+            )));
+        }
+    }
     let container = open::container(&args.model.model)?;
     let source = open::expert_source(&container, args.model.pack.as_ref())?;
     let layout = source.layout();

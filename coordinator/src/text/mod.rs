@@ -161,12 +161,12 @@ fn open_template(dir: &Path, vocabulary: &Vocabulary) -> Result<Option<ChatTempl
     let config = read_json(&config_path)?.unwrap_or_default();
     let special_tokens = special_tokens(&config);
     let template_path = dir.join("chat_template.jinja");
-    match std::fs::read_to_string(&template_path) {
-        Ok(source) => return ChatTemplate::compile(&source, &template_path, special_tokens).map(Some),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-        Err(error) => {
-            return Err(TextError::File { path: template_path, what: format!("cannot be read ({error})") });
-        }
+    if let Some(source) = read_optional(&template_path)? {
+        let source = String::from_utf8(source).map_err(|error| TextError::File {
+            path: template_path.clone(),
+            what: format!("is not UTF-8 text ({error}); copy it again from the model's original checkpoint"),
+        })?;
+        return ChatTemplate::compile(&source, &template_path, special_tokens).map(Some);
     }
     if let Some(source) = config.get("chat_template").and_then(default_template) {
         return ChatTemplate::compile(source, &config_path, special_tokens).map(Some);
@@ -199,14 +199,24 @@ fn special_tokens(config: &Map<String, Value>) -> Map<String, Value> {
     named.filter_map(|(name, value)| Some((name.clone(), text(value)?.into()))).collect()
 }
 
+/// Tokenizers of large vocabularies have some 20 MB; anything far beyond is not a text file of a model.
+const MAX_TEXT_FILE_BYTES: u64 = 256 << 20;
+
+/// The bytes of a file that may be missing.
+fn read_optional(path: &Path) -> Result<Option<Vec<u8>>, TextError> {
+    match shimmer_common::disk::read_small(path, MAX_TEXT_FILE_BYTES) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => {
+            Err(TextError::File { path: path.to_owned(), what: format!("cannot be read ({error})") })
+        }
+    }
+}
+
 /// A JSON object from an optional file.
 fn read_json(path: &Path) -> Result<Option<Map<String, Value>>, TextError> {
     let file_error = |what: String| TextError::File { path: path.to_owned(), what };
-    let json = match std::fs::read(path) {
-        Ok(json) => json,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(file_error(format!("cannot be read ({error})"))),
-    };
+    let Some(json) = read_optional(path)? else { return Ok(None) };
     let object = serde_json::from_slice(&json).map_err(|error| {
         file_error(format!(
             "is not a JSON object ({error}); copy it again from the model's original checkpoint"

@@ -17,6 +17,10 @@ pub(super) const BUILT_IN_GLM: &str = include_str!("../../assets/glm_chat_templa
 
 const NAME: &str = "chat template";
 
+/// Instructions one rendering may take: far beyond any conversation that fits a context, some seconds of
+/// work, so that a template with an endless loop cannot hold a server's thread for ever.
+const MAX_STEPS: u64 = 50_000_000;
+
 /// A compiled template.
 pub(super) struct ChatTemplate {
     environment: Environment<'static>,
@@ -39,6 +43,7 @@ impl ChatTemplate {
         let syntax =
             SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(malformed)?;
         environment.set_syntax(syntax);
+        environment.set_fuel(Some(MAX_STEPS));
         environment.set_auto_escape_callback(|_| AutoEscape::None);
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment
@@ -96,6 +101,13 @@ mod tests {
     fn a_template_may_refuse() {
         let error = render("{{ raise_exception('roles must alternate') }}", json!({})).unwrap_err();
         assert!(error.to_string().contains("roles must alternate"), "{error}");
+    }
+
+    #[test]
+    fn a_template_that_does_not_end_is_stopped() {
+        let source = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}";
+        let error = render(source, json!({})).unwrap_err();
+        assert!(error.to_string().contains("ran out of fuel"), "{error}");
     }
 
     #[test]

@@ -30,11 +30,8 @@ impl Vocabulary {
     /// Reads `tokenizer.json`; every id must be below `vocab_size`.
     pub(super) fn open(path: &Path, vocab_size: usize) -> Result<Self, TextError> {
         let file_error = |what: String| TextError::File { path: path.to_owned(), what };
-        let json = std::fs::read(path).map_err(|error| match error.kind() {
-            std::io::ErrorKind::NotFound => {
-                file_error("the file is missing; copy it from the model's original checkpoint".into())
-            }
-            _ => file_error(format!("cannot be read ({error})")),
+        let json = super::read_optional(path)?.ok_or_else(|| {
+            file_error("the file is missing; copy it from the model's original checkpoint".into())
         })?;
         let mut tokenizer = Tokenizer::from_bytes(&json).map_err(|error| {
             file_error(format!(
@@ -96,8 +93,9 @@ fn check_added_ids(json: &[u8], tokenizer: &Tokenizer) -> Result<(), String> {
     for token in file.added_tokens {
         let found = tokenizer.token_to_id(&token.content);
         if found != Some(token.id) {
+            let found = found.map_or("no token".to_owned(), |id| id.to_string());
             return Err(format!(
-                "added token {:?} has id {} but would become {found:?}; copy the file again from the model's original checkpoint",
+                "added token {:?} has id {} but would become {found}; copy the file again from the model's original checkpoint",
                 token.content, token.id
             ));
         }
