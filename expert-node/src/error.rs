@@ -17,7 +17,9 @@ pub enum NodeError {
     #[error("{0}")]
     Mismatch(String),
     /// The coordinator does not answer.
-    #[error("cannot reach the coordinator at {address}: {what}")]
+    #[error(
+        "cannot reach the coordinator at {address}: {what}; is `shimmer serve --cluster DIR` running there?"
+    )]
     Unreachable {
         /// Addresses tried.
         address: String,
@@ -43,7 +45,9 @@ pub enum NodeError {
         source: std::io::Error,
     },
     /// The address to serve on cannot be bound.
-    #[error("cannot listen on {address}: {source}; choose another address with --listen")]
+    #[error(
+        "cannot listen on {address}: {source}; stop what uses it (this node, already running?) or join with another --listen"
+    )]
     Listen {
         /// The address.
         address: String,

@@ -21,11 +21,11 @@ const HELP: &str = "\
 /help            this list
 /reset           forget the conversation
 /system TEXT     set the system message (without TEXT: remove it)
-/think on|off    let the model think before it answers (without a word: the model's default)
+/think on|off    let the model think before it answers (/think alone: back to the default)
 /save FILE       write the conversation as JSON
 /load FILE       continue a saved conversation
 /stats           speed of the last answer
-/quit            leave (or Ctrl-D)
+/quit, /exit     leave (or Ctrl-D)
 A line that ends with \\ goes on in the next one; \"\"\" starts and ends a text of many lines.";
 
 /// How a chat begins.
@@ -166,12 +166,13 @@ impl ChatSession {
                 output::note("the conversation is forgotten");
             }
             Line::System(text) => {
+                let note = if text.is_some() { "holds from the next answer on" } else { "is removed" };
                 self.setup.system = text;
-                output::note("the system message holds from the next answer on");
+                output::note(&format!("the system message {note}"));
             }
             Line::Think(choice) => {
                 self.setup.think = choice;
-                let state = choice.map_or("as the model likes", |on| if on { "on" } else { "off" });
+                let state = choice.map_or("the default", |on| if on { "on" } else { "off" });
                 output::note(&format!("thinking: {state}"));
             }
             Line::Save(path) => self.save(&path)?,

@@ -41,7 +41,7 @@ pub struct InitArgs {
     #[arg(long, value_name = "DIR")]
     cluster: PathBuf,
 
-    /// Where nodes will join and fetch
+    /// IP:PORT where nodes will join and fetch
     #[arg(long, value_name = "ADDR", default_value = "0.0.0.0:7420")]
     listen: SocketAddr,
 }
@@ -58,7 +58,7 @@ pub struct InviteArgs {
     #[arg(long, value_name = "DIR")]
     cluster: PathBuf,
 
-    /// Addresses nodes should try, host:port [default: this machine's, with the cluster's port]
+    /// Addresses nodes should try, IP:PORT,… [default: this machine's, with the cluster's port]
     #[arg(long, value_name = "ADDR", value_delimiter = ',')]
     advertise: Vec<SocketAddr>,
 

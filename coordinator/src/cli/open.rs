@@ -309,7 +309,7 @@ fn wait_for_nodes(experts: &ClusterExperts, limits: &LimitArgs) -> Result<(), Cl
         match experts.wait_ready(count, wait) {
             Ok(()) => {}
             Err(error) if cluster_only && count == required => return Err(error.into()),
-            Err(error) => output::note(&format!("warning: {error}; other machines compute its experts")),
+            Err(error) => output::note(&format!("warning: {error}; other machines compute what they would")),
         }
     }
     let nodes = experts.nodes();

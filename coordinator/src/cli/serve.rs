@@ -33,7 +33,7 @@ pub struct ServeArgs {
     #[command(flatten)]
     model: ModelArgs,
 
-    /// Address to listen on
+    /// IP address to listen on
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1")]
     host: IpAddr,
 
