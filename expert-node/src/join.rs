@@ -45,6 +45,8 @@ pub fn join(token: &str, data_dir: &Path, options: JoinOptions) -> Result<NodeCo
     let token = Token::decode(token)?;
     token.check_expiry(SystemTime::now())?;
     let known = data_dir.join("node.json").exists().then(|| NodeConfig::load(data_dir)).transpose()?;
+    // A running node keeps its settings, and its second join must not use up the token.
+    let _lock = known.as_ref().map(NodeConfig::lock).transpose()?;
     let mut settings = Settings::new(options.name, token.addresses.clone(), options.listen)?;
     if let Some(known) = &known {
         settings.id.clone_from(&known.settings.id);
@@ -160,5 +162,42 @@ pub(crate) fn status_error(status: &tonic::Status) -> Option<NodeError> {
                 .to_owned(),
         )),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_running_node_keeps_its_settings() {
+        let dir = tempfile::tempdir().unwrap();
+        let listen: SocketAddr = "127.0.0.1:7421".parse().unwrap();
+        let settings = Settings::new("alpha".to_owned(), vec!["127.0.0.1:1".to_owned()], listen).unwrap();
+        let config = NodeConfig { data_dir: dir.path().to_owned(), records: Records::Fetched, settings };
+        config.save().unwrap();
+        let before = std::fs::read(dir.path().join("node.json")).unwrap();
+        let running = config.lock().unwrap();
+
+        let token = Token {
+            secret: [7; 32],
+            expires_unix: u64::MAX / 2,
+            ca_der: vec![1, 2, 3],
+            addresses: vec!["127.0.0.1:1".to_owned()],
+        };
+        let options = JoinOptions {
+            name: "beta".to_owned(),
+            listen,
+            advertise: Vec::new(),
+            ram_bytes: None,
+            isa: None,
+            threads: None,
+            pack: None,
+        };
+        // The lock is tried before the network: the token is not used up.
+        let refused = join(&token.encode(), dir.path(), options).unwrap_err();
+        assert!(refused.to_string().contains("in use by another running node"), "{refused}");
+        assert_eq!(std::fs::read(dir.path().join("node.json")).unwrap(), before);
+        drop(running);
     }
 }

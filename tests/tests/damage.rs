@@ -205,6 +205,16 @@ fn missing_expert_matrix() {
 }
 
 #[test]
+fn an_interrupted_conversion_is_named_first() {
+    let patient = Patient::new();
+    edit_header(&patient.shard_of(EXPERT), |header| {
+        header.remove(EXPERT);
+    });
+    std::fs::write(patient.model().join(".convert.lock"), "").expect("writable");
+    patient.refused(DAMAGED, &["interrupted", "shimmer convert", EXPERT]);
+}
+
+#[test]
 fn wrong_dtype() {
     let patient = Patient::new();
     let shard = patient.shard_of("model.norm.weight");

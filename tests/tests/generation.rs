@@ -67,6 +67,21 @@ fn drafts_do_not_change_tokens() {
 }
 
 #[test]
+fn whether_the_model_thinks_is_always_stated() {
+    let silent = answer(&GREEDY, &[]);
+    assert_eq!((&silent["thinking"], &silent["reasoning"]), (&Value::Bool(false), &Value::from("")));
+    let model = model_flag();
+    let default =
+        ["run", "--json", "--greedy", "--max-tokens", "60", "--prompt", "What is the capital of Norway?"];
+    let flags = default.into_iter().chain(model.iter().map(String::as_str));
+    let out = program().output(flags);
+    let json: Value = serde_json::from_slice(&out.stdout).expect("JSON");
+    assert_eq!(json["thinking"], true);
+    assert!(json["reasoning"].as_str().is_some_and(|text| !text.is_empty()), "{json}");
+    assert!(String::from_utf8_lossy(&out.stderr).contains("thinking: on (the model's default)"));
+}
+
+#[test]
 fn seeds_matter() {
     let answers: Vec<Value> =
         ["1", "2", "3"].map(|seed| answer(&["--temperature", "1.5", "--seed", seed], &[])).into();

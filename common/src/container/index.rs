@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use rayon::prelude::*;
 use serde_json::Value;
 
+use super::CONVERSION_LOCK;
 use super::error::{ContainerError, Problem};
 use super::file::{MAX_OPEN_SHARDS, Shard};
 use super::safetensors::{Header, TensorInfo, read_header};
@@ -209,7 +210,7 @@ impl Listing {
     }
 
     fn read_side_files(&mut self, dir: &Path) {
-        if dir.join(".convert.lock").exists() {
+        if dir.join(CONVERSION_LOCK).exists() {
             self.warnings.push(format!(
                 "{} holds .convert.lock: a conversion is or was running, this container may be incomplete",
                 dir.display()

@@ -96,6 +96,19 @@ impl std::fmt::Debug for Container {
     }
 }
 
+/// Left in a directory by a converter, colibrì's or ours, that is running or was interrupted.
+pub(crate) const CONVERSION_LOCK: &str = ".convert.lock";
+
+/// Puts the likely cause before everything that is missing: a conversion that has not finished.
+fn unfinished_first(dirs: &[PathBuf], mut problems: Vec<Problem>) -> Vec<Problem> {
+    if let Some(dir) = dirs.iter().find(|dir| dir.join(CONVERSION_LOCK).exists()) {
+        let what = "a conversion into this directory is running or was interrupted; let it finish, or run \
+                    the same `shimmer convert` again";
+        problems.insert(0, Problem { file: Some(dir.clone()), tensor: None, what: what.to_owned() });
+    }
+    problems
+}
+
 impl Container {
     /// Opens a model that may be spread over several directories (the first wins on equal names).
     ///
@@ -109,7 +122,8 @@ impl Container {
         if !index.is_colibri() {
             config::check_quantization(&json).map_err(config_error)?;
         }
-        let resolved = resolve::resolve(&config, &mut index, dirs).map_err(ContainerError::Damaged)?;
+        let resolved = resolve::resolve(&config, &mut index, dirs)
+            .map_err(|problems| ContainerError::Damaged(unfinished_first(dirs, problems)))?;
         let summary = summary::summarise(&config, &resolved, &index);
         let bytes = summary::byte_sums(&resolved);
         let fingerprint = fingerprint::start(&config, &index);

@@ -34,7 +34,7 @@ const SIDE_FILES: [&str; 5] = [
 ];
 
 /// Present while a conversion runs or after one was interrupted; readers warn about it.
-const LOCK: &str = ".convert.lock";
+const LOCK: &str = crate::container::CONVERSION_LOCK;
 
 const PARTIAL: &str = ".partial";
 

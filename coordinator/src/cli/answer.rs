@@ -290,6 +290,14 @@ impl Answer {
         }
     }
 
+    /// What to tell a person when the answer ended for want of room.
+    pub fn cut(&self) -> Option<String> {
+        (self.generation.finish == FinishReason::Length).then(|| {
+            let tokens = self.generation.stats.generated_tokens;
+            format!("(cut off after {tokens} tokens; a larger --max-tokens or --context lets it go on)")
+        })
+    }
+
     /// Generated tokens per second of decoding.
     pub fn tokens_per_s(&self) -> f64 {
         let stats = &self.generation.stats;

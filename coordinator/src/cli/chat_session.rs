@@ -13,7 +13,7 @@ use super::error::CliError;
 use super::http_client::Server;
 use super::interrupt::Interrupt;
 use super::output;
-use super::sampling_args::SamplingArgs;
+use super::sampling_args::{SamplingArgs, describe_thinking, on_off};
 use crate::decode::EngineHandle;
 use crate::text::{ReplyEvent, TextModel};
 
@@ -24,7 +24,7 @@ const HELP: &str = "\
 /think on|off    let the model think before it answers (/think alone: back to the default)
 /save FILE       write the conversation as JSON
 /load FILE       continue a saved conversation
-/stats           speed of the last answer
+/stats           thinking, speed of the last answer
 /quit, /exit     leave (or Ctrl-D)
 A line that ends with \\ goes on in the next one; \"\"\" starts and ends a text of many lines.";
 
@@ -106,7 +106,9 @@ impl ChatSession {
         if std::io::stdin().is_terminal() {
             output::note("/help lists commands, Ctrl-C stops an answer, Ctrl-D ends the chat");
         }
-        while let Some(text) = self.read(&mut editor)? {
+        output::note(&self.thinking());
+        self.restore_terminal_on_kill();
+        while let Some(text) = self.ask(&mut editor)? {
             if text.trim().is_empty() {
                 continue;
             }
@@ -123,6 +125,29 @@ impl ChatSession {
             let _ = editor.save_history(path);
         }
         Ok(())
+    }
+
+    /// The line editor puts the terminal into raw mode; a signal that ends the program puts it back.
+    #[cfg(unix)]
+    fn restore_terminal_on_kill(&self) {
+        use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
+        // Without a terminal there is nothing to restore.
+        if let Ok(saved) = tcgetattr(std::io::stdin()) {
+            self.interrupt.on_kill(move || {
+                let _ = tcsetattr(std::io::stdin(), OptionalActions::Now, &saved);
+            });
+        }
+    }
+
+    #[cfg(not(unix))]
+    fn restore_terminal_on_kill(&self) {}
+
+    /// As [`ChatSession::read`]; a termination signal meanwhile ends the program.
+    fn ask(&self, editor: &mut DefaultEditor) -> Result<Option<String>, CliError> {
+        self.interrupt.at_prompt(true);
+        let text = self.read(editor);
+        self.interrupt.at_prompt(false);
+        text
     }
 
     /// One typed text, possibly of several lines; `None` at the end.
@@ -172,8 +197,7 @@ impl ChatSession {
             }
             Line::Think(choice) => {
                 self.setup.think = choice;
-                let state = choice.map_or("the default", |on| if on { "on" } else { "off" });
-                output::note(&format!("thinking: {state}"));
+                output::note(&self.thinking());
             }
             Line::Save(path) => self.save(&path)?,
             Line::Load(path) => self.load(&path)?,
@@ -197,6 +221,8 @@ impl ChatSession {
                 output::emit("\n")?;
                 if self.interrupt.requested() {
                     output::note("(stopped)");
+                } else if let Some(cut) = self.answers.last().and_then(Answer::cut) {
+                    output::note(&cut);
                 }
                 self.messages.push(message);
             }
@@ -259,7 +285,22 @@ impl ChatSession {
         Ok(())
     }
 
+    /// Whether the model thinks, and who said so.
+    fn thinking(&self) -> String {
+        match &self.backend {
+            Backend::Local { text, .. } => describe_thinking(text, self.setup.think),
+            Backend::Remote(_) => match self.setup.think {
+                Some(on) => format!("thinking: {}", on_off(on)),
+                None => "thinking: the server's default (its status page shows it)".to_owned(),
+            },
+        }
+    }
+
     fn stats(&self) -> String {
+        format!("{}\n{}", self.thinking(), self.speed())
+    }
+
+    fn speed(&self) -> String {
         match (&self.backend, self.answers.last()) {
             (Backend::Remote(_), _) => "the server's status page shows its speed".to_owned(),
             (_, None) => "no answer yet".to_owned(),

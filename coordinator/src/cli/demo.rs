@@ -19,7 +19,7 @@ use super::machine;
 use super::model_args::{ExpertsChoice, LimitArgs};
 use super::open::{self, Loaded, Served};
 use super::output;
-use super::sampling_args::{SamplingArgs, ThinkArgs};
+use super::sampling_args::{SamplingArgs, ThinkArgs, describe_thinking};
 use crate::cluster::{ClusterExperts, ClusterState};
 use crate::decode::EngineHandle;
 use crate::text::{ReplyEvent, TextModel};
@@ -196,6 +196,7 @@ fn one_answer(
     let prompt = Prompt::chat(&loaded.text, messages, args.think.choice())?;
     let request = answer::request(&loaded.text, &prompt, &sampling(args), &limits(args, loaded))?;
     let seed = request.sampling.seed;
+    output::note(&describe_thinking(&loaded.text, args.think.choice()));
     let mut printer = Printer::default();
     let mut sink = |piece: &ReplyEvent| if args.json { Ok(()) } else { printer.piece(piece) };
     let answer = answer::ask(engine, &prompt, request, interrupt, &mut sink)?;
@@ -203,12 +204,16 @@ fn one_answer(
     let served = loaded.served().since(before);
     if args.json {
         let mut document = answer.to_json(seed, loaded.load_s, &served);
+        document["thinking"] = prompt.in_thinking.into();
         document["toy_model"] = true.into();
         document["node_pids"] = node_pids.into();
         document["timings"]["ready_s"] = ready_s.into();
         output::emit_json(&document)?;
     } else {
         output::emit("\n")?;
+        if let Some(cut) = answer.cut() {
+            output::note(&cut);
+        }
         summary(&[&answer], &served);
     }
     if interrupt.requested() { Err(CliError::Interrupted) } else { Ok(()) }
@@ -237,7 +242,8 @@ fn chat(
 
 /// The closing lines: speed, who computed what, drafts.
 fn summary(answers: &[&Answer], served: &Served) {
-    let sum = |value: fn(&Answer) -> f64| answers.iter().map(|a| value(a)).sum::<f64>();
+    // An empty sum of floats is -0, which reads badly.
+    let sum = |value: fn(&Answer) -> f64| answers.iter().fold(0.0, |sum, a| sum + value(a));
     let (tokens, seconds) =
         (sum(|a| a.generation.stats.generated_tokens as f64), sum(|a| a.generation.stats.decode_s));
     let first = answers.first().map_or(0.0, |a| a.first_token_s);

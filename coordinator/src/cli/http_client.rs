@@ -101,6 +101,10 @@ impl Server {
             }
         }
         match response.status {
+            Some(200) if !assistant.ended && !interrupt.requested() => Err(CliError::Unreachable(format!(
+                "the connection to http://{} ended in the middle of the answer; look at the server and ask again",
+                self.authority
+            ))),
             Some(200) => {
                 assistant.finish(sink)?;
                 Ok(json!({
@@ -256,6 +260,8 @@ struct Assistant {
     reasoning: String,
     /// Names and argument texts of tool calls.
     calls: Vec<(String, String)>,
+    /// Whether the server said that the answer is complete.
+    ended: bool,
 }
 
 impl Assistant {
@@ -264,13 +270,16 @@ impl Assistant {
         line: &str,
         sink: &mut dyn FnMut(&ReplyEvent) -> Result<(), CliError>,
     ) -> Result<(), CliError> {
-        let Some(data) = line.strip_prefix("data:").map(str::trim).filter(|d| *d != "[DONE]") else {
+        let Some(data) = line.strip_prefix("data:").map(str::trim) else { return Ok(()) };
+        if data == "[DONE]" {
+            self.ended = true;
             return Ok(());
-        };
+        }
         let Ok(chunk) = serde_json::from_str::<Value>(data) else { return Ok(()) };
         if let Some(message) = chunk["error"]["message"].as_str() {
             return Err(CliError::Failed(format!("the server gave up: {message}")));
         }
+        self.ended |= chunk["choices"][0]["finish_reason"].is_string();
         let delta = &chunk["choices"][0]["delta"];
         if let Some(text) = delta["reasoning_content"].as_str().filter(|t| !t.is_empty()) {
             self.reasoning.push_str(text);
@@ -357,5 +366,43 @@ mod tests {
         let error =
             assistant.line(r#"data: {"error":{"message":"node lost"}}"#, &mut |_| Ok(())).unwrap_err();
         assert!(error.to_string().contains("node lost"));
+    }
+
+    #[test]
+    fn an_answer_that_breaks_off_is_an_error() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let server = std::thread::spawn(move || {
+            let (mut peer, _) = listener.accept().unwrap();
+            let mut request = [0; 4096];
+            assert!(peer.read(&mut request).unwrap() > 0);
+            let event = "data: {\"choices\":[{\"delta\":{\"content\":\"Once\"}}]}\n\n";
+            write!(
+                peer,
+                "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n{:x}\r\n{event}\r\n",
+                event.len()
+            )
+            .unwrap();
+        });
+        let limits = super::super::answer::Limits {
+            context_tokens: 100,
+            stop_ids: Vec::new(),
+            drafts: crate::decode::DraftPolicy::Auto,
+            prefill_chunk: 0,
+        };
+        let setup =
+            ChatSetup { sampling: Default::default(), limits, think: None, system: None, history: None };
+        let messages = [json!({ "role": "user", "content": "a story" })];
+        let mut heard = String::new();
+        let answer =
+            Server::parse(&url, None).unwrap().chat(&messages, &setup, &Interrupt::install(), &mut |piece| {
+                if let ReplyEvent::Content(text) = piece {
+                    heard.push_str(text);
+                }
+                Ok(())
+            });
+        server.join().unwrap();
+        assert_eq!(heard, "Once");
+        assert!(answer.unwrap_err().to_string().contains("in the middle of the answer"));
     }
 }

@@ -16,6 +16,8 @@ struct Shared {
     requested: AtomicBool,
     /// Whether the last signal was SIGTERM: an ordinary end for a server.
     terminated: AtomicBool,
+    /// Whether a person is being asked for input: no running work will notice a signal.
+    at_prompt: AtomicBool,
     /// Ctrl-C presses since the last [`Interrupt::reset`].
     presses: AtomicU32,
     notify: Notify,
@@ -52,7 +54,8 @@ impl Interrupt {
                 self.shared.terminated.store(kind == Kind::Terminate, Ordering::SeqCst);
                 self.shared.requested.store(true, Ordering::SeqCst);
                 self.shared.notify.notify_waiters();
-                if self.shared.presses.fetch_add(1, Ordering::SeqCst) >= 1 {
+                let idle = kind == Kind::Terminate && self.shared.at_prompt.load(Ordering::SeqCst);
+                if self.shared.presses.fetch_add(1, Ordering::SeqCst) >= 1 || idle {
                     self.clean_up();
                     std::process::exit(130);
                 }
@@ -68,6 +71,11 @@ impl Interrupt {
     /// Whether the last signal was SIGTERM.
     pub fn terminated(&self) -> bool {
         self.shared.terminated.load(Ordering::SeqCst)
+    }
+
+    /// Says whether the program waits for a person's input; SIGTERM then ends it at once.
+    pub fn at_prompt(&self, waiting: bool) {
+        self.shared.at_prompt.store(waiting, Ordering::SeqCst);
     }
 
     /// Forgets a Ctrl-C that was answered (chat stops the answer, not the program).

@@ -12,7 +12,7 @@ use super::interrupt::Interrupt;
 use super::model_args::ModelArgs;
 use super::open::{self, Loaded};
 use super::output;
-use super::sampling_args::{SamplingArgs, ThinkArgs};
+use super::sampling_args::{SamplingArgs, ThinkArgs, describe_thinking};
 use crate::text::ReplyEvent;
 
 /// Most bytes of a prompt; far above any context, far below what would exhaust memory.
@@ -86,15 +86,23 @@ pub fn run(args: &RunArgs) -> Result<(), CliError> {
     let limits = limits(&loaded, &args.model);
     let request = answer::request(&loaded.text, &prompt, &args.sampling, &limits)?;
     let seed = request.sampling.seed;
+    if !args.raw {
+        output::note(&describe_thinking(&loaded.text, args.think.choice()));
+    }
     let engine = loaded.engine()?;
     let mut printer = Printer::default();
     let mut sink = |piece: &ReplyEvent| if args.json { Ok(()) } else { printer.piece(piece) };
     let answer = answer::ask(&engine, &prompt, request, &interrupt, &mut sink)?;
     printer.end_thinking();
     if args.json {
-        output::emit_json(&answer.to_json(seed, loaded.load_s, &loaded.served()))?;
+        let mut document = answer.to_json(seed, loaded.load_s, &loaded.served());
+        document["thinking"] = prompt.in_thinking.into();
+        output::emit_json(&document)?;
     } else {
         output::emit("\n")?;
+        if let Some(cut) = answer.cut() {
+            output::note(&cut);
+        }
         output::note(&summary(&answer, &loaded));
     }
     if interrupt.requested() { Err(CliError::Interrupted) } else { Ok(()) }

@@ -67,6 +67,21 @@ impl ThinkArgs {
     }
 }
 
+/// "on" or "off".
+pub fn on_off(on: bool) -> &'static str {
+    if on { "on" } else { "off" }
+}
+
+/// One line for people: whether the model thinks before it answers, and who said so.
+pub fn describe_thinking(text: &TextModel, choice: Option<bool>) -> String {
+    let default = on_off(text.thinking_default());
+    match choice {
+        _ if !text.thinking_switchable() => format!("thinking: {default} (this model cannot switch it)"),
+        Some(on) => format!("thinking: {} (the model's default: {default})", on_off(on)),
+        None => format!("thinking: {default} (the model's default)"),
+    }
+}
+
 impl SamplingArgs {
     /// The parameters: flags over the model's defaults over "temperature 1, everything else off".
     ///

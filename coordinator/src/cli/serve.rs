@@ -13,7 +13,7 @@ use super::interrupt::Interrupt;
 use super::model_args::ModelArgs;
 use super::open::{self, Loaded};
 use super::output;
-use super::sampling_args::ThinkArgs;
+use super::sampling_args::{ThinkArgs, describe_thinking};
 use crate::decode::EngineHandle;
 use crate::gateway::{self, ApiKeys, Gateway, GatewayConfig, SamplingDefaults, Totals};
 use shimmer_common::size::Size;
@@ -87,6 +87,7 @@ pub fn run(args: &ServeArgs) -> Result<(), CliError> {
     if args.json {
         output::emit_json_line(&json!({ "address": bound.to_string(), "model": config.model_id }))?;
     }
+    output::note(&describe_thinking(&loaded.text, args.think.choice()));
     output::note(&format!("serving {} at http://{bound}/ (API at http://{bound}/v1)", config.model_id));
     let gateway = Arc::new(Gateway {
         config,
