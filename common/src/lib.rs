@@ -13,6 +13,7 @@ pub mod experts;
 pub mod ffn;
 pub mod fixed;
 pub mod kernels;
+pub mod machine;
 pub mod math;
 pub mod mem;
 pub mod profile;

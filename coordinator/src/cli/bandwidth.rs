@@ -17,7 +17,7 @@ const DISK_BYTES: usize = 256 << 20;
 /// Bytes per second that all cores together read from memory.
 pub fn memory() -> f64 {
     let words = vec![1u64; MEMORY_BYTES / 8];
-    let threads = super::machine::physical_cores();
+    let threads = shimmer_common::machine::physical_cores();
     let part = words.len().div_ceil(threads).max(1);
     let started = Instant::now();
     let mut read = 0usize;

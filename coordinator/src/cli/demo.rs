@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use serde_json::json;
 use shimmer_common::container::Container;
+use shimmer_common::machine;
 
 use super::answer::{self, Answer, Limits, Printer, Prompt};
 use super::chat_session::{ChatSession, ChatSetup};
@@ -15,7 +16,6 @@ use super::demo_model;
 use super::demo_nodes::DemoNodes;
 use super::error::CliError;
 use super::interrupt::Interrupt;
-use super::machine;
 use super::model_args::{ExpertsChoice, LimitArgs};
 use super::open::{self, Loaded, Served};
 use super::output;

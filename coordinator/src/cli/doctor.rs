@@ -1,17 +1,17 @@
 //! `shimmer doctor`: read-only checks of machine, model, cluster; every finding with a remedy.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde::Serialize;
 use serde_json::json;
 use shimmer_common::kernels::{Isa, Kernels};
+use shimmer_common::{disk, machine};
 
 use super::doctor_cluster;
 use super::doctor_model;
 use super::error::CliError;
 use super::interrupt::Interrupt;
-use super::machine;
 use super::model_args::LimitArgs;
 use super::output;
 use shimmer_common::size::Size;
@@ -150,6 +150,11 @@ fn verdict(checks: &[Check]) -> Result<(), CliError> {
     }
 }
 
+/// Free space of the file system of `dir`, where the system says.
+pub(super) fn free_bytes(dir: &Path) -> Option<u64> {
+    disk::free_bytes(dir).ok().filter(|free| *free < u64::MAX)
+}
+
 fn machine_checks() -> Vec<Check> {
     let area = Area::Machine;
     let isa = Kernels::best().isa();
@@ -181,7 +186,7 @@ fn machine_checks() -> Vec<Check> {
         None => Check::ok(area, "huge pages", "unknown on this system"),
     });
     let temp = std::env::temp_dir();
-    if let Some(free) = machine::disk_free_bytes(&temp) {
+    if let Some(free) = free_bytes(&temp) {
         let found = format!("{} free in {}", Size(free), temp.display());
         checks.push(if free < LOW_DISK_BYTES {
             Check::warn(area, "temporary disk", found, "free some space or set TMPDIR")

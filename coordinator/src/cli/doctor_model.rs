@@ -8,10 +8,9 @@ use shimmer_common::experts::{ExpertLayout, ExpertSource};
 use shimmer_common::ffn::FfnRef;
 use shimmer_common::mem::AlignedBuf;
 
-use super::doctor::{Area, Check, DoctorArgs};
+use super::doctor::{Area, Check, DoctorArgs, free_bytes};
 use super::error::CliError;
 use super::interrupt::Interrupt;
-use super::machine;
 use super::memory::{self, Needs};
 use super::output;
 use crate::text::TextModel;
@@ -53,7 +52,7 @@ pub fn checks(args: &DoctorArgs, interrupt: &Interrupt) -> Result<Vec<Check>, Cl
     let source = container.experts();
     checks.push(memory_check(args, &Needs::of(&container, source.layout())));
     for dir in &args.model {
-        if let Some(free) = machine::disk_free_bytes(dir) {
+        if let Some(free) = free_bytes(dir) {
             checks.push(Check::ok(area, "model disk", format!("{} free in {}", Size(free), dir.display())));
         }
     }

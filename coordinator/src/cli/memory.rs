@@ -4,9 +4,9 @@ use serde::Serialize;
 use shimmer_common::container::Container;
 use shimmer_common::container::config::{IndexerMode, ModelConfig};
 use shimmer_common::experts::ExpertLayout;
+use shimmer_common::machine;
 
 use super::error::CliError;
-use super::machine;
 use super::model_args::LimitArgs;
 use shimmer_common::size::Size;
 

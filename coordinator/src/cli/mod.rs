@@ -22,7 +22,6 @@ mod http_client;
 mod interrupt;
 mod layers;
 mod logging;
-mod machine;
 mod memory;
 mod model_args;
 mod node;

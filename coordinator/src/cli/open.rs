@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 use shimmer_common::container::Container;
 use shimmer_common::experts::pack::Pack;
 use shimmer_common::experts::{ExpertCompute, ExpertId, ExpertSource, LocalStore};
+use shimmer_common::machine;
 use shimmer_common::profile::NumericProfile;
 
 use super::error::CliError;
-use super::machine;
 use super::memory::{self, MemoryPlan, Needs};
 use super::model_args::{ExpertsChoice, LimitArgs, ModelArgs};
 use super::output;

@@ -111,20 +111,6 @@ fn allowed_cpus() -> Vec<usize> {
     Vec::new()
 }
 
-/// Bytes an unprivileged process may still write in the file system of `dir`.
-pub fn disk_free_bytes(dir: &Path) -> Option<u64> {
-    #[cfg(unix)]
-    {
-        let stat = rustix::fs::statvfs(dir).ok()?;
-        stat.f_bavail.checked_mul(stat.f_frsize)
-    }
-    #[cfg(not(unix))]
-    {
-        let _ = dir;
-        None
-    }
-}
-
 /// The kernel's transparent huge page mode (`always`, `madvise`, `never`), where it has one.
 pub fn huge_page_mode() -> Option<String> {
     let text = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").ok()?;
