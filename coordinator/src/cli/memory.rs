@@ -59,11 +59,7 @@ impl Needs {
         let config = container.config();
         Self {
             dense_bytes: container.dense_bytes(),
-            cache_bytes_per_token: cache_bytes_per_token(
-                config,
-                container.has_indexer(),
-                container.has_mtp(),
-            ),
+            cache_bytes_per_token: cache_bytes_per_token(container),
             max_positions: config.max_position_embeddings(),
             all_experts_bytes: layout.ids().filter_map(|id| layout.record_bytes(id)).map(|n| n as u64).sum(),
             largest_expert_bytes: layout.max_record_bytes() as u64,
@@ -71,15 +67,16 @@ impl Needs {
     }
 }
 
-/// Bytes of latent KV and indexer keys per token (docs/model.md §8).
-pub fn cache_bytes_per_token(config: &ModelConfig, has_indexer: bool, has_mtp: bool) -> u64 {
-    let values = match config {
+/// Bytes of latent KV and indexer keys per token (docs/model.md §8): what a loaded model caches, from headers.
+fn cache_bytes_per_token(container: &Container) -> u64 {
+    let values = match container.config() {
         ModelConfig::Glm(c) => {
             let latent = c.kv_lora_rank + c.qk_rope_head_dim;
             let full = c.indexer_modes.iter().filter(|m| **m == IndexerMode::Full).count();
-            let keys = if has_indexer { full * c.index_head_dim } else { 0 };
-            let mtp = if has_mtp { latent + if has_indexer { c.index_head_dim } else { 0 } } else { 0 };
-            c.num_hidden_layers * latent + keys + mtp
+            let mtp = usize::from(container.has_mtp());
+            let mtp_indexer = usize::from(container.has_mtp_indexer());
+            let indexers = if container.has_indexer() { full + mtp_indexer } else { 0 };
+            (c.num_hidden_layers + mtp) * latent + indexers * c.index_head_dim
         }
         ModelConfig::Olmoe(c) => {
             let head_dim = c.hidden_size / c.num_attention_heads.max(1);
@@ -184,6 +181,26 @@ mod tests {
         all_experts_bytes: 8000 << 20,
         largest_expert_bytes: 10 << 20,
     };
+
+    #[test]
+    fn the_plan_counts_what_a_loaded_model_caches() {
+        use std::sync::Arc;
+
+        use shimmer_common::experts::LocalStore;
+        use shimmer_common::kernels::Kernels;
+        use shimmer_common::profile::NumericProfile;
+
+        // With and without MTP layer, indexer, and indexer of the MTP layer; and the second family.
+        for case in ["colibri-container", "tiny-mtp", "tiny-sparse", "demo-model", "tiny-olmoe"] {
+            let dir = std::path::Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data")).join(case);
+            let container = Container::open(&[dir]).unwrap();
+            let (source, kernels) = (container.experts(), Kernels::best());
+            let needs = Needs::of(&container, source.layout());
+            let store = LocalStore::new(source, kernels, NumericProfile::default(), 64 << 20).unwrap();
+            let model = crate::model::load(&container, kernels, Arc::new(store), &mut |_, _| {}).unwrap();
+            assert_eq!(needs.cache_bytes_per_token, model.info().cache_bytes_per_token as u64, "{case}");
+        }
+    }
 
     #[test]
     fn experts_get_what_is_left() {
