@@ -11,7 +11,7 @@ mod store;
 mod testing;
 
 pub use layout::{ExpertLayout, ExpertMatrix, ExpertSpec, MatrixSpec, RecordPart};
-pub use store::{AgedFrequency, EvictionPolicy, LocalStore, StoreStats};
+pub use store::{AgedFrequency, EvictionPolicy, LocalStore, StoreOptions, StoreStats};
 
 use serde::{Deserialize, Serialize};
 
@@ -65,6 +65,22 @@ impl RoutedBatch {
         }
         let work = by_expert.into_iter().map(|(expert, rows)| ExpertWork { expert, rows }).collect();
         Self { layer, x, work }
+    }
+}
+
+/// A guess of the experts a coming layer will ask for, made before its router has run.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Lookahead {
+    /// Checkpoint layer index.
+    pub layer: u16,
+    /// Guessed experts, the most probable first.
+    pub experts: Vec<u16>,
+}
+
+impl Lookahead {
+    /// The guessed experts' addresses, the most probable first.
+    pub fn ids(&self) -> impl Iterator<Item = ExpertId> + '_ {
+        self.experts.iter().map(|&index| ExpertId { layer: self.layer, index })
     }
 }
 
@@ -144,6 +160,18 @@ pub trait ExpertCompute: Send + Sync {
 
     /// Where experts live and how they are stored.
     fn layout(&self) -> &ExpertLayout;
+
+    /// Takes a guess of what a coming [`ExpertCompute::compute`] will need. It returns at once and never
+    /// changes a result. A guess replaces the earlier one for its layer and ends when `compute` of that
+    /// layer begins.
+    fn prefetch(&self, ahead: &Lookahead) {
+        let _ = ahead;
+    }
+
+    /// Whether guesses are worth making now: false while every expert is resident anyway.
+    fn wants_lookahead(&self) -> bool {
+        false
+    }
 }
 
 /// Something expert records can be read from: a container or a pack.

@@ -11,7 +11,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use shimmer_common::experts::{
-    ExpertCompute as _, ExpertError, ExpertId, ExpertLayout, ExpertWork, LocalStore, RoutedBatch,
+    ExpertCompute as _, ExpertError, ExpertId, ExpertLayout, ExpertWork, LocalStore, Lookahead, RoutedBatch,
 };
 use shimmer_common::fixed::FixedRows;
 use shimmer_node::wire::{decode_sums, dispatch_to_wire};
@@ -54,6 +54,18 @@ impl Dispatcher {
         meanwhile();
         sent?;
         call.gather()
+    }
+
+    /// Passes on what of a guess this machine would compute itself.
+    pub(super) fn prefetch(&self, ahead: &Lookahead) {
+        let Some(local) = &self.local else { return };
+        let places = self.membership.place(ahead.layer, &ahead.experts, &[]);
+        let ours = |(&index, place): (&u16, Option<Arc<Node>>)| {
+            let id = ExpertId { layer: ahead.layer, index };
+            (place.is_none() || placement::is_local(id, self.local_share)).then_some(index)
+        };
+        let experts = ahead.experts.iter().zip(places).filter_map(ours).collect();
+        local.prefetch(&Lookahead { layer: ahead.layer, experts });
     }
 
     fn count_local(&self, call: &Call<'_>) {

@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 
 use shimmer_common::container::Fingerprint;
 use shimmer_common::experts::{
-    ExpertCompute, ExpertError, ExpertLayout, ExpertSource, LocalStore, RoutedBatch,
+    ExpertCompute, ExpertError, ExpertLayout, ExpertSource, LocalStore, Lookahead, RoutedBatch,
 };
 use shimmer_common::fixed::FixedRows;
 use shimmer_common::profile::NumericProfile;
@@ -245,6 +245,14 @@ impl ExpertCompute for ClusterExperts {
 
     fn layout(&self) -> &ExpertLayout {
         &self.dispatcher.layout
+    }
+
+    fn prefetch(&self, ahead: &Lookahead) {
+        self.dispatcher.prefetch(ahead);
+    }
+
+    fn wants_lookahead(&self) -> bool {
+        self.dispatcher.local.as_ref().is_some_and(|local| local.wants_lookahead())
     }
 }
 

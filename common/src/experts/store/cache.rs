@@ -9,7 +9,7 @@
 //! the only one, so nothing has to be unpinned by hand and a panicking caller leaks nothing.
 //! One mutex guards the table; it is never held during a read or a computation.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -51,6 +51,9 @@ struct Table {
     /// Of all slots: free, loading and resident.
     allocated_bytes: usize,
     policy: Box<dyn EvictionPolicy>,
+    /// Never evicted.
+    pins: HashSet<ExpertId>,
+    evictions: u64,
 }
 
 impl Table {
@@ -97,7 +100,14 @@ pub(super) struct Claims {
 
 impl Cache {
     pub(super) fn new(budget_bytes: usize, policy: Box<dyn EvictionPolicy>) -> Self {
-        let table = Table { entries: HashMap::new(), free: BTreeMap::new(), allocated_bytes: 0, policy };
+        let table = Table {
+            entries: HashMap::new(),
+            free: BTreeMap::new(),
+            allocated_bytes: 0,
+            policy,
+            pins: HashSet::new(),
+            evictions: 0,
+        };
         Self { table: Mutex::new(table), budget_bytes }
     }
 
@@ -168,9 +178,11 @@ impl Cache {
     /// Takes the first expert that nobody computes out of the cache.
     fn evict(table: &mut Table) -> Option<AlignedBuf> {
         let victim = table.policy.candidates().find(|id| {
-            matches!(table.entries.get(id), Some(State::Resident(record)) if Arc::strong_count(record) == 1)
+            !table.pins.contains(id)
+                && matches!(table.entries.get(id), Some(State::Resident(record)) if Arc::strong_count(record) == 1)
         })?;
         table.policy.evicted(victim);
+        table.evictions += 1;
         match table.entries.remove(&victim) {
             // Under the lock nobody can clone the table's only reference.
             Some(State::Resident(record)) => Arc::into_inner(record),
@@ -207,6 +219,21 @@ impl Cache {
             // A call that failed meanwhile no longer listens; the record stays cached all the same.
             let _ = waiter.arrivals.send(Arrival { item: waiter.item, outcome });
         }
+    }
+
+    /// Replaces the experts that are never evicted.
+    pub(super) fn set_pins(&self, pins: impl Iterator<Item = ExpertId>) {
+        self.lock().pins = pins.collect();
+    }
+
+    /// Pinned experts, bytes of those that are resident, experts evicted so far.
+    pub(super) fn counts(&self) -> (u64, u64, u64) {
+        let table = self.lock();
+        let resident = |id| match table.entries.get(id) {
+            Some(State::Resident(record)) => record.len() as u64,
+            _ => 0,
+        };
+        (table.pins.len() as u64, table.pins.iter().map(resident).sum(), table.evictions)
     }
 
     #[cfg(test)]

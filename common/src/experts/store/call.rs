@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Instant;
 
 use super::super::{ExpertError, ExpertWork};
 use super::cache::{Arrival, Outcome, Record, Wanted};
@@ -88,7 +89,9 @@ impl<'a> Call<'a> {
     /// Waits for one record and takes whatever else has arrived by then.
     fn receive(&mut self) -> Result<(), ExpertError> {
         // The call keeps a sender of its own, so the channel cannot close while it waits.
+        let begun = Instant::now();
         let mut next = self.arrivals.recv().ok();
+        self.store.counters.waited(begun.elapsed());
         while let Some(Arrival { item, outcome }) = next {
             self.awaited -= 1;
             match outcome {

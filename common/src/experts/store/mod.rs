@@ -15,41 +15,38 @@ mod call;
 mod job;
 mod policy;
 mod readers;
+mod stats;
 
 pub use policy::{AgedFrequency, EvictionPolicy};
+pub use stats::StoreStats;
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use self::cache::Cache;
 use self::call::Call;
 use self::readers::Readers;
+use self::stats::Counters;
 use super::{ExpertCompute, ExpertError, ExpertId, ExpertLayout, ExpertSource, ExpertWork, RoutedBatch};
 use crate::fixed::FixedRows;
 use crate::kernels::{Activations, Kernels};
 use crate::mem::AlignedBuf;
 use crate::profile::NumericProfile;
 
-/// Counters of a store since it was opened.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct StoreStats {
-    /// Experts computed.
-    pub computed: u64,
-    /// Served from RAM, or from a read that another call had already begun.
-    pub hits: u64,
-    /// Read from disk.
-    pub misses: u64,
-    /// Bytes read.
-    pub bytes_read: u64,
+/// How a store is set up.
+pub struct StoreOptions {
+    /// Most bytes of records kept in RAM.
+    pub ram_bytes: usize,
+    /// Who gives way when a slot is needed.
+    pub policy: Box<dyn EvictionPolicy>,
 }
 
-#[derive(Default)]
-struct Counters {
-    computed: AtomicU64,
-    hits: AtomicU64,
-    misses: AtomicU64,
-    bytes_read: AtomicU64,
+impl StoreOptions {
+    /// The default policy within `ram_bytes`.
+    pub fn new(ram_bytes: usize) -> Self {
+        Self { ram_bytes, policy: Box::new(AgedFrequency::default()) }
+    }
 }
 
 /// Computes experts from a container or pack on this machine.
@@ -73,20 +70,20 @@ impl LocalStore {
         profile: NumericProfile,
         ram_bytes: usize,
     ) -> Result<Self, ExpertError> {
-        Self::with_policy(source, kernels, profile, ram_bytes, Box::new(AgedFrequency::default()))
+        Self::open(source, kernels, profile, StoreOptions::new(ram_bytes))
     }
 
-    /// As [`LocalStore::new`] with another eviction policy.
+    /// As [`LocalStore::new`] with everything that can be chosen.
     ///
     /// # Errors
     /// As [`LocalStore::new`].
-    pub fn with_policy(
+    pub fn open(
         source: Arc<dyn ExpertSource>,
         kernels: Kernels,
         profile: NumericProfile,
-        ram_bytes: usize,
-        policy: Box<dyn EvictionPolicy>,
+        options: StoreOptions,
     ) -> Result<Self, ExpertError> {
+        let StoreOptions { ram_bytes, policy } = options;
         let needed_bytes = source.layout().max_record_bytes();
         if ram_bytes < needed_bytes || needed_bytes == 0 {
             return Err(ExpertError::Budget { budget_bytes: ram_bytes, needed_bytes });
@@ -103,13 +100,14 @@ impl LocalStore {
 
     /// Counters so far.
     pub fn stats(&self) -> StoreStats {
-        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        StoreStats {
-            computed: read(&self.counters.computed),
-            hits: read(&self.counters.hits),
-            misses: read(&self.counters.misses),
-            bytes_read: read(&self.counters.bytes_read),
-        }
+        let (pinned, pinned_bytes, evictions) = self.cache.counts();
+        StoreStats { pinned, pinned_bytes, evictions, ..self.counters.read() }
+    }
+
+    /// Makes `pins` the experts that are never evicted; those pinned before and not now become ordinary.
+    /// Experts the model lacks are ignored.
+    pub fn set_pins(&self, pins: &[ExpertId]) {
+        self.cache.set_pins(pins.iter().filter(|id| self.source.contains(**id)).copied());
     }
 
     /// The source read from.

@@ -116,6 +116,30 @@ fn small_records_do_not_pay_for_the_largest() {
 }
 
 #[test]
+fn pinned_experts_stay_while_others_pass_through() {
+    let source = source();
+    let store = store(&source, 3);
+    let pinned = ExpertId { layer: 1, index: 4 };
+    store.set_pins(&[pinned, ExpertId { layer: 9, index: 0 }]);
+    let one = |index| {
+        let x = Activations::from_f32(noise(2, HIDDEN), HIDDEN).quantized();
+        RoutedBatch::from_routes(1, x, &[index], &[1.0], 1)
+    };
+    store.compute(&one(4), &mut || {}).unwrap();
+    for index in 0..EXPERTS as u16 {
+        for _ in 0..3 {
+            store.compute(&one(index), &mut || {}).unwrap();
+        }
+    }
+    let before = store.stats();
+    assert_eq!(before.pinned, 1);
+    assert_eq!(before.pinned_bytes, source.layout.record_bytes(pinned).unwrap() as u64);
+    assert!(before.evictions > 0);
+    store.compute(&one(4), &mut || {}).unwrap();
+    assert_eq!(store.stats().misses, before.misses, "a pinned expert was evicted");
+}
+
+#[test]
 fn f32_rows_give_the_bits_of_rows_quantised_before() {
     let source = source();
     let store = store(&source, 4);
