@@ -328,7 +328,12 @@ impl Answer {
                 "completion_tokens": stats.generated_tokens,
                 "total_tokens": stats.prompt_tokens + stats.generated_tokens,
             },
-            "drafts": { "rounds": stats.rounds, "proposed": stats.drafted, "accepted": stats.accepted },
+            "drafts": {
+                "rounds": stats.rounds,
+                "proposed": stats.drafted,
+                "accepted": stats.accepted,
+                "choice": stats.drafting,
+            },
             "timings": {
                 "load_s": load_s,
                 "prefill_s": stats.prefill_s,

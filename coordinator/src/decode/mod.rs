@@ -5,6 +5,7 @@
 //! given ids.
 
 mod answer;
+mod draft_cost;
 mod drafts;
 pub mod philox;
 mod request;
@@ -15,7 +16,7 @@ mod session;
 pub mod speculative;
 mod stop;
 
-pub use drafts::DraftLength;
+pub use drafts::{DraftControl, DraftEstimate, DraftReport, Round};
 pub use request::{
     DecodeError, DraftPolicy, Event, FinishReason, GenerateRequest, GenerateStats, Generation, SamplingParams,
 };

@@ -1,5 +1,6 @@
 //! What a generation is asked for, what it reports and why it may fail.
 
+use super::DraftReport;
 use crate::model::ModelError;
 
 /// How the next token is drawn. Order: temperature, top-k, top-p, min-p, renormalise (docs/model.md §9).
@@ -45,7 +46,7 @@ impl SamplingParams {
 /// How many tokens the MTP layer drafts per round. Never changes a token, only the speed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DraftPolicy {
-    /// The engine chooses from the measured acceptance (see [`super::DraftLength`]).
+    /// The engine chooses from measured acceptance and time (see [`super::DraftControl`]).
     Auto,
     /// No drafts.
     Off,
@@ -124,6 +125,8 @@ pub struct GenerateStats {
     pub drafted: usize,
     /// Drafts that verification accepted, including those of the last round that lie past the answer's end.
     pub accepted: usize,
+    /// What the engine chose and why, where it had the choice.
+    pub drafting: Option<DraftReport>,
     /// Seconds of prefill.
     pub prefill_s: f64,
     /// Seconds of decoding.

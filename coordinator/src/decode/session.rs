@@ -12,7 +12,7 @@ use std::ops::ControlFlow;
 use std::time::Instant;
 
 use super::answer::Answer;
-use super::drafts::DraftLength;
+use super::drafts::{DraftControl, Round};
 use super::sampling::draw;
 use super::{
     DecodeError, DraftPolicy, Engine, Event, FinishReason, GenerateRequest, GenerateStats, Generation,
@@ -23,6 +23,8 @@ use crate::model::{LanguageModel, ModelError, Rows, Sequence};
 #[derive(Default)]
 pub struct Session {
     cached: Option<Cached>,
+    /// What its rounds taught about drafting.
+    drafts: DraftControl,
 }
 
 struct Cached {
@@ -77,15 +79,18 @@ impl Session {
         } else {
             let drafting =
                 model.info().has_mtp && !matches!(request.drafts, DraftPolicy::Off | DraftPolicy::Fixed(0));
-            let seq = self.resume(model, &request.prompt, drafting);
+            let (seq, control) = self.resume(model, &request.prompt, drafting);
             stats.reused_tokens = seq.len();
             let started = Instant::now();
-            let prefilled = prefill(model, seq, request, drafting, on_event)?;
+            let drafts_likely =
+                drafting && !(request.drafts == DraftPolicy::Auto && control.drafts_nothing());
+            let prefilled = prefill(model, seq, request, drafts_likely, on_event)?;
             stats.prefill_s = started.elapsed().as_secs_f64();
             let started = Instant::now();
             let finish = match prefilled {
                 Prefilled::Next(next) => {
-                    decode(model, seq, request, drafting, next, &mut answer, &mut stats, on_event)?
+                    let control = drafting.then_some(control);
+                    decode(model, seq, request, control, next, &mut answer, &mut stats, on_event)?
                 }
                 Prefilled::Cancelled => FinishReason::Cancelled,
             };
@@ -97,6 +102,8 @@ impl Session {
             }
             finish
         };
+        let choosing = model.info().has_mtp && request.drafts == DraftPolicy::Auto;
+        stats.drafting = (choosing && stats.rounds > 0).then(|| self.drafts.report());
         let finish = answer.end(finish, on_event);
         stats.generated_tokens = answer.ids.len();
         Ok(Generation { ids: answer.ids, text: answer.text, finish, stats })
@@ -104,7 +111,12 @@ impl Session {
 
     /// The caches cut to the longest common prefix with `prompt`, short of its last token (whose logits are
     /// needed); fresh ones where the old ones lack what drafting needs.
-    fn resume(&mut self, model: &dyn LanguageModel, prompt: &[u32], drafting: bool) -> &mut Sequence {
+    fn resume(
+        &mut self,
+        model: &dyn LanguageModel,
+        prompt: &[u32],
+        drafting: bool,
+    ) -> (&mut Sequence, &mut DraftControl) {
         if self.cached.as_ref().is_some_and(|cached| drafting && !cached.with_mtp) {
             self.cached = None;
         }
@@ -115,7 +127,7 @@ impl Session {
         if keep < seq.len() {
             model.truncate(seq, keep);
         }
-        seq
+        (seq, &mut self.drafts)
     }
 }
 
@@ -124,7 +136,7 @@ fn prefill(
     model: &dyn LanguageModel,
     seq: &mut Sequence,
     request: &GenerateRequest,
-    drafting: bool,
+    drafts_likely: bool,
     on_event: &mut dyn FnMut(Event) -> ControlFlow<()>,
 ) -> Result<Prefilled, DecodeError> {
     let total = request.prompt.len();
@@ -137,8 +149,10 @@ fn prefill(
     }
     for tokens in rest.chunks(chunk) {
         hidden = model.forward(seq, tokens, None)?;
-        if drafting {
+        if drafts_likely {
             model.extend_mtp(seq, None, None)?;
+        } else {
+            model.skip_mtp(seq);
         }
         if on_event(Event::Prefill { done: seq.len(), total }).is_break() {
             return Ok(Prefilled::Cancelled);
@@ -155,21 +169,25 @@ fn decode(
     model: &dyn LanguageModel,
     seq: &mut Sequence,
     request: &GenerateRequest,
-    drafting: bool,
+    mut control: Option<&mut DraftControl>,
     mut next: u32,
     answer: &mut Answer<'_>,
     stats: &mut GenerateStats,
     on_event: &mut dyn FnMut(Event) -> ControlFlow<()>,
 ) -> Result<FinishReason, DecodeError> {
-    let mut length = DraftLength::new(if drafting { request.drafts } else { DraftPolicy::Off });
     loop {
         if let Some(finish) = answer.push(next, on_event) {
             return Ok(finish);
         }
         let context_left = model.info().max_positions.saturating_sub(seq.len() + 1);
         // A round emits one token more than it accepts drafts.
-        let k = length.next(context_left, answer.room().saturating_sub(1));
+        let wanted = answer.room().saturating_sub(1);
+        let started = Instant::now();
+        let k = control.as_mut().map_or(0, |control| control.next(request.drafts, context_left, wanted));
         let drafts = if k > 0 { model.draft(seq, next, k)? } else { Vec::new() };
+        if k == 0 {
+            model.skip_mtp(seq);
+        }
         let first_position = seq.len() + 1;
         let logits = model.logits(&model.forward(seq, &[&[next], drafts.as_slice()].concat(), None)?);
         stats.rounds += 1;
@@ -193,7 +211,10 @@ fn decode(
             }
         }
         stats.accepted += accepted;
-        length.observe(drafts.len(), accepted);
+        if let Some(control) = &mut control {
+            let seconds = started.elapsed().as_secs_f64();
+            control.observe(Round { drafted: drafts.len(), accepted, seconds });
+        }
         if let Some(finish) = finish {
             return Ok(finish);
         }

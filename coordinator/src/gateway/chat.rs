@@ -241,6 +241,7 @@ pub fn usage(generation: &Generation, reasoning_tokens: usize) -> (Value, Value)
         "predicted_per_second": per_second,
         "draft_n": stats.drafted,
         "draft_n_accepted": stats.accepted,
+        "draft_choice": stats.drafting,
     });
     (usage, timings)
 }

@@ -75,6 +75,7 @@ impl Totals {
                 "prefill_s": s.prefill_s,
                 "drafted": s.drafted,
                 "accepted": s.accepted,
+                "draft_choice": s.drafting,
             })
         });
         json!({

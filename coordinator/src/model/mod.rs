@@ -102,6 +102,10 @@ pub trait LanguageModel: Send + Sync {
         trace: Option<&mut Trace>,
     ) -> Result<(), ModelError>;
 
+    /// Drops what drafting has not processed yet, down to the newest rows, where that is long: for rounds
+    /// without drafts, whose backlog would make the next draft expensive. Costs acceptance at most.
+    fn skip_mtp(&self, _seq: &mut Sequence) {}
+
     /// Drafts `k` tokens that may follow `next`, the sampled but unprocessed token at position
     /// `seq.len()` (docs/model.md, MTP section: draft-extend, then chained steps in mode "union";
     /// scratch rows are dropped). Empty without MTP.

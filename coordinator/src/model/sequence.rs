@@ -82,14 +82,21 @@ impl LayerCache {
     }
 }
 
-/// State of the MTP layer: its caches hold a row per position whose successor was known; the hiddens
-/// of the positions after those wait in `pending`. `cache.len() + pending.rows()` is the sequence's
-/// length.
+/// Backlog beyond which [`MtpState::skip`] acts, and what it leaves. Rows that nobody drafted from for so long
+/// are better dropped than computed: what they know only serves the acceptance of later drafts.
+const BACKLOG_ROWS: usize = 64;
+const KEPT_ROWS: usize = 32;
+
+/// State of the MTP layer: its caches hold a row per position from `base` on whose successor was known; the
+/// hiddens of the positions after those wait in `pending`. `base + cache.len() + pending.rows()` is the
+/// sequence's length. Rotations count from `base`: only distances matter to attention.
 ///
 /// After a truncation the last row kept may have consumed a successor that is no longer there. It
 /// stays: it can only cost the acceptance of a draft, never change a token.
 #[derive(Clone, Debug)]
 pub(super) struct MtpState {
+    /// Position of the first row.
+    pub base: usize,
     /// The layer's own caches.
     pub cache: LayerCache,
     /// Post-final-norm hiddens that wait for their successor token.
@@ -99,7 +106,7 @@ pub(super) struct MtpState {
 }
 
 /// A processed MTP row.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub(super) struct MtpRow {
     /// The target's hidden it consumed.
     pub hidden: Vec<f32>,
@@ -114,10 +121,23 @@ pub(super) struct MtpRow {
 impl MtpState {
     /// An empty state over `cache` for hiddens of `hidden_size` values.
     pub fn new(cache: LayerCache, hidden_size: usize) -> Self {
-        Self { cache, pending: Rows::empty(hidden_size), newest: None }
+        Self { base: 0, cache, pending: Rows::empty(hidden_size), newest: None }
+    }
+
+    /// Drops a long backlog, and the rows before it, down to the newest rows.
+    pub fn skip(&mut self) {
+        let backlog = self.pending.rows();
+        if backlog > BACKLOG_ROWS {
+            self.base += self.cache.len() + backlog - KEPT_ROWS;
+            self.pending.data.drain(..(backlog - KEPT_ROWS) * self.pending.width);
+            self.cache.truncate(0);
+            self.newest = None;
+        }
     }
 
     fn truncate(&mut self, len: usize) {
+        self.base = self.base.min(len);
+        let len = len - self.base;
         if len < self.cache.len() {
             self.newest = None;
             self.cache.truncate(len);
@@ -146,7 +166,23 @@ mod tests {
         cache.kv = Rows::zeroed(cached, 2);
         let newest =
             newest.map(|next| MtpRow { hidden: vec![7.0; 3], next, output: Vec::new(), selected: None });
-        MtpState { cache, pending: Rows::zeroed(pending, 3), newest }
+        MtpState { base: 0, cache, pending: Rows::zeroed(pending, 3), newest }
+    }
+
+    #[test]
+    fn a_long_backlog_is_dropped_with_the_rows_before_it() {
+        let mut mtp = state(4, BACKLOG_ROWS, Some(1));
+        mtp.skip();
+        assert_eq!((mtp.base, mtp.cache.len(), mtp.pending.rows()), (0, 4, BACKLOG_ROWS));
+        mtp.pending = Rows::zeroed(BACKLOG_ROWS + 1, 3);
+        mtp.skip();
+        assert_eq!((mtp.cache.len(), mtp.pending.rows(), &mtp.newest), (0, KEPT_ROWS, &None));
+        assert_eq!(mtp.base + KEPT_ROWS, 4 + BACKLOG_ROWS + 1);
+        let base = mtp.base;
+        mtp.truncate(base + 5);
+        assert_eq!((mtp.base, mtp.pending.rows()), (base, 5));
+        mtp.truncate(2);
+        assert_eq!((mtp.base, mtp.cache.len(), mtp.pending.rows()), (2, 0, 0));
     }
 
     #[test]

@@ -207,6 +207,12 @@ impl LanguageModel for Glm {
         self.mtp_draft(seq, next, k, &mut Recorder::new(None, Scope::Mtp))
     }
 
+    fn skip_mtp(&self, seq: &mut Sequence) {
+        if let Some(mtp) = &mut seq.mtp {
+            mtp.skip();
+        }
+    }
+
     fn truncate(&self, seq: &mut Sequence, len: usize) {
         seq.truncate(len);
     }

@@ -32,7 +32,7 @@ impl Glm {
         if let Some(next) = next {
             state.expect_next(next);
         }
-        let waiting = tokens.iter().copied().skip(state.cache.len() + 1).chain(next);
+        let waiting = tokens.iter().copied().skip(state.base + state.cache.len() + 1).chain(next);
         let successors: Vec<u32> = waiting.take(state.pending.rows()).collect();
         let mut done = 0;
         let result = self.extend_rows(mtp, state, &successors, &mut done, recorder);

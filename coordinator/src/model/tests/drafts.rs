@@ -130,3 +130,32 @@ fn nothing_is_drafted_without_mtp_or_right_after_a_cut() {
     model.forward(&mut seq, &[3], None).unwrap();
     assert_eq!(model.draft(&mut seq, 4, 2).unwrap().len(), 2);
 }
+
+#[test]
+fn a_long_time_without_drafts_leaves_a_short_backlog_and_drafts_go_on() {
+    let model = load("tiny-mtp");
+    let vocab = model.info().vocab_size as u32;
+    let tokens: Vec<u32> = (0..100).map(|i| i * 7 % vocab).collect();
+    let mut seq = model.new_sequence(true);
+    model.forward(&mut seq, &tokens[..5], None).unwrap();
+    assert_eq!(model.draft(&mut seq, tokens[5], 2).unwrap().len(), 2);
+    for token in &tokens[5..] {
+        model.forward(&mut seq, &[*token], None).unwrap();
+        model.skip_mtp(&mut seq);
+    }
+    assert_eq!(seq.len(), tokens.len());
+    let mtp = seq.mtp.as_ref().unwrap();
+    assert!(mtp.base > 0 && mtp.pending.rows() <= 64, "{} rows wait from {}", mtp.pending.rows(), mtp.base);
+    assert_eq!(mtp.base + mtp.cache.len() + mtp.pending.rows(), seq.len());
+    assert_eq!(model.draft(&mut seq, 1, 2).unwrap().len(), 2);
+    assert_eq!(seq.mtp.as_ref().unwrap().pending.rows(), 0);
+
+    // Cut to before the rows that are kept: drafting starts anew from there.
+    model.truncate(&mut seq, 10);
+    assert!(model.draft(&mut seq, 1, 2).unwrap().is_empty());
+    model.forward(&mut seq, &[1], None).unwrap();
+    assert_eq!(model.draft(&mut seq, 2, 2).unwrap().len(), 2);
+    let mut plain = model.new_sequence(false);
+    model.forward(&mut plain, &[&tokens[..10], &[1]].concat(), None).unwrap();
+    assert!(model.forward(&mut seq, &[2], None).unwrap() == model.forward(&mut plain, &[2], None).unwrap());
+}
