@@ -12,6 +12,7 @@ pub mod disk;
 pub mod experts;
 pub mod ffn;
 pub mod fixed;
+pub mod io;
 pub mod kernels;
 pub mod machine;
 pub mod math;

@@ -1,37 +1,44 @@
-//! Positional reads of open files, and model shards that are open or reopened on demand.
+//! Model shards: open files, or paths that are opened on demand.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 pub(crate) use crate::disk::read_exact_at;
+use crate::io::SharedFile;
 
 /// Shards beyond this number are reopened for every read, so that a model of thousands of shards does
-/// not exhaust the usual limit of 1024 open files.
+/// not exhaust the usual limit of 1024 open files (a shard may be open twice, for direct reads too).
 pub(crate) const MAX_OPEN_SHARDS: usize = 256;
 
 /// One file of the model, opened read-only.
 #[derive(Debug)]
 pub(crate) struct Shard {
-    path: PathBuf,
-    file: Option<File>,
+    file: Arc<SharedFile>,
 }
 
 impl Shard {
     /// Keeps `file` open, or only its path.
     pub(crate) fn new(path: PathBuf, file: Option<File>) -> Self {
-        Self { path, file }
+        let file = match file {
+            Some(file) => SharedFile::opened(&path, file),
+            None => SharedFile::new(&path, false),
+        };
+        Self { file: Arc::new(file) }
     }
 
     pub(crate) fn path(&self) -> &Path {
-        &self.path
+        self.file.path()
+    }
+
+    /// For reads through an engine.
+    pub(crate) fn file(&self) -> &Arc<SharedFile> {
+        &self.file
     }
 
     /// Fills `buf` from byte `offset`.
     pub(crate) fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> std::io::Result<()> {
-        match &self.file {
-            Some(file) => read_exact_at(file, buf, offset),
-            None => read_exact_at(&File::open(&self.path)?, buf, offset),
-        }
+        self.file.read_exact_at(buf, offset)
     }
 }
 

@@ -1,8 +1,8 @@
-//! Routed experts read straight from a container: two reads per expert where the file allows it.
+//! Routed experts straight from a container: one or two ranges per expert where the file allows it.
 //!
 //! The three matrices are independent locations, possibly in different shards. Parts that lie next to
-//! each other in file and record are read with one call (docs/formats.md §5): a container sorted by name
-//! gives one range of weights and one of scales.
+//! each other in file and record are one segment (docs/formats.md §5): a container sorted by name gives
+//! one range of weights and one of scales, one that we wrote the whole record.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -13,6 +13,7 @@ use super::load::{stored_scale_flaw, weight_flaw};
 use super::resolve::{ExpertPlaces, Span};
 use super::tensors::expert_name;
 use crate::experts::{ExpertError, ExpertId, ExpertLayout, ExpertSource, ExpertSpec, RecordPart};
+use crate::io::Segment;
 
 /// The routed experts of an open container.
 pub(super) struct ContainerSource {
@@ -35,25 +36,29 @@ impl ExpertSource for ContainerSource {
         self.places(id).is_some()
     }
 
-    fn read(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError> {
-        let (Some(places), Some(spec)) = (self.places(id), self.layout().spec(id)) else {
-            return Err(ExpertError::Missing {
-                id,
-                holder: "container".into(),
-                remedy: "check that it is the container the other side uses".into(),
-            });
-        };
-        if record.len() != spec.record_bytes() {
-            let what = format!("the buffer has {} bytes, the record {}", record.len(), spec.record_bytes());
-            let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, what);
-            return Err(ExpertError::Read { id, path: self.inner.dir().to_owned(), source });
-        }
+    fn plan(&self, id: ExpertId) -> Result<Vec<Segment>, ExpertError> {
+        let (spec, places) = self.find(id)?;
         let pieces = pieces(spec, places);
+        let mut segments = Vec::with_capacity(2);
         let mut rest = &pieces[..];
         while let Some(run) = leading_run(rest) {
-            self.read_run(id, run, record)?;
             rest = &rest[run.len()..];
+            let Some(first) = run.first() else { break };
+            let shard = self.shard(&first.span).ok_or_else(|| ExpertError::Read {
+                id,
+                path: self.inner.dir().to_owned(),
+                source: std::io::Error::new(std::io::ErrorKind::NotFound, "no such shard"),
+            })?;
+            let file = Arc::clone(shard.file());
+            let len = run.iter().map(|piece| piece.part.len).sum();
+            segments.push(Segment { file, offset: first.span.offset, len, at: first.part.offset });
         }
+        Ok(segments)
+    }
+
+    fn finish(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError> {
+        let (spec, places) = self.find(id)?;
+        let pieces = pieces(spec, places);
         clear_padding(&pieces, record);
         self.check(id, spec, &pieces, record)
     }
@@ -64,6 +69,14 @@ impl ExpertSource for ContainerSource {
 }
 
 impl ContainerSource {
+    fn find(&self, id: ExpertId) -> Result<(&ExpertSpec, &ExpertPlaces), ExpertError> {
+        self.layout().spec(id).zip(self.places(id)).ok_or_else(|| ExpertError::Missing {
+            id,
+            holder: "container".into(),
+            remedy: "check that it is the container the other side uses".into(),
+        })
+    }
+
     fn places(&self, id: ExpertId) -> Option<&ExpertPlaces> {
         self.inner.resolved.experts.get(&id.layer)?.get(usize::from(id.index))
     }
@@ -74,26 +87,6 @@ impl ContainerSource {
 
     fn path(&self, span: &Span) -> PathBuf {
         self.shard(span).map(|s| s.path().to_owned()).unwrap_or_default()
-    }
-
-    /// Reads parts that touch in the file with one call. The record may have padding between them, so
-    /// all but the first are then moved up to their place, the last one first.
-    fn read_run(&self, id: ExpertId, run: &[Piece], record: &mut [u8]) -> Result<(), ExpertError> {
-        let Some(first) = run.first() else { return Ok(()) };
-        let error = |source| ExpertError::Read { id, path: self.path(&first.span), source };
-        let not_found = || std::io::Error::new(std::io::ErrorKind::NotFound, "no such shard");
-        let shard = self.shard(&first.span).ok_or_else(|| error(not_found()))?;
-        let start = first.part.offset;
-        let mut packed_end = start + run.iter().map(|p| p.part.len).sum::<usize>();
-        shard.read_exact_at(&mut record[start..packed_end], first.span.offset).map_err(error)?;
-        for Piece { part, .. } in run.iter().rev() {
-            let packed = packed_end - part.len..packed_end;
-            packed_end = packed.start;
-            if packed.start != part.offset {
-                record.copy_within(packed, part.offset);
-            }
-        }
-        Ok(())
     }
 
     /// Refuses NaN, infinite and negative scales, and float weights that are not finite.
@@ -134,9 +127,16 @@ fn pieces(spec: &ExpertSpec, places: &ExpertPlaces) -> Vec<Piece> {
     spec.parts().into_iter().zip(spans).filter_map(with_span).collect()
 }
 
-/// The longest prefix whose bytes lie one after another in one shard; `None` when nothing is left.
+/// The longest prefix whose bytes lie one after another in shard and record; `None` when nothing is left.
 fn leading_run(pieces: &[Piece]) -> Option<&[Piece]> {
-    let touches = |pair: &[Piece]| matches!(pair, [a, b] if a.span.shard == b.span.shard && a.span.offset + a.span.bytes == b.span.offset);
+    let touches = |pair: &[Piece]| match pair {
+        [a, b] => {
+            a.span.shard == b.span.shard
+                && a.span.offset + a.span.bytes == b.span.offset
+                && a.part.offset + a.part.len == b.part.offset
+        }
+        _ => false,
+    };
     let joined = pieces.windows(2).take_while(|pair| touches(pair)).count();
     if pieces.is_empty() { None } else { pieces.get(..=joined) }
 }

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 pub use crate::ffn::RoutedRow;
 use crate::fixed::FixedRows;
+use crate::io::{ReadError, Segment};
 use crate::kernels::Activations;
 
 /// Address of one routed expert. `layer` is the checkpoint's layer index (the MTP layer is
@@ -148,6 +149,24 @@ pub enum ExpertError {
     Unreachable(String),
 }
 
+impl ExpertError {
+    /// The error for a record of which a range could not be read: a file that is too short is damage.
+    pub fn unreadable(id: ExpertId, path: std::path::PathBuf, source: std::io::Error) -> Self {
+        match source.kind() {
+            std::io::ErrorKind::UnexpectedEof => Self::Damaged { id, path, what: source.to_string() },
+            _ => Self::Read { id, path, source },
+        }
+    }
+
+    /// The error for a record whose read failed; `holder` is said where no file is to blame.
+    pub fn from_read(id: ExpertId, holder: &str, error: ReadError) -> Self {
+        match error {
+            ReadError::Failed { path, source, .. } => Self::unreadable(id, path, source),
+            other => Self::Read { id, path: holder.into(), source: std::io::Error::other(other) },
+        }
+    }
+}
+
 /// The seam between the model and whoever computes its routed experts.
 pub trait ExpertCompute: Send + Sync {
     /// Computes `batch` and returns `[rows, hidden_size]` fixed-point sums (rule N5). Work that
@@ -182,11 +201,44 @@ pub trait ExpertSource: Send + Sync {
     /// Whether this source holds `id`.
     fn contains(&self, id: ExpertId) -> bool;
 
-    /// Fills `record` (`layout().record_bytes(id)` bytes) with the expert's record.
+    /// Where the bytes of the record are: segments that fill disjoint parts of it. What they leave out is
+    /// put right by [`ExpertSource::finish`].
+    ///
+    /// # Errors
+    /// [`ExpertError::Missing`].
+    fn plan(&self, id: ExpertId) -> Result<Vec<Segment>, ExpertError>;
+
+    /// Completes a record whose segments have been read: clears what lies between the parts and checks
+    /// what can be checked.
+    ///
+    /// # Errors
+    /// [`ExpertError::Damaged`].
+    fn finish(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError>;
+
+    /// Fills `record` (`layout().record_bytes(id)` bytes) with the expert's record, on this thread.
     ///
     /// # Errors
     /// [`ExpertError::Missing`], [`ExpertError::Read`] or [`ExpertError::Damaged`].
-    fn read(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError>;
+    fn read(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError> {
+        let segments = self.plan(id)?;
+        let wanted = self.layout().record_bytes(id).unwrap_or(0);
+        if record.len() != wanted {
+            let what = format!("the buffer has {} bytes, the record {wanted}", record.len());
+            let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, what);
+            return Err(ExpertError::Read { id, path: self.describe().into(), source });
+        }
+        for Segment { file, offset, len, at } in segments {
+            let part = at.checked_add(len).and_then(|end| record.get_mut(at..end));
+            let Some(part) = part else {
+                let source =
+                    std::io::Error::new(std::io::ErrorKind::InvalidInput, "a part leaves the record");
+                return Err(ExpertError::Read { id, path: file.path().to_owned(), source });
+            };
+            file.read_exact_at(part, offset)
+                .map_err(|source| ExpertError::unreadable(id, file.path().to_owned(), source))?;
+        }
+        self.finish(id, record)
+    }
 
     /// "container" or "pack", with the path, for messages.
     fn describe(&self) -> String;

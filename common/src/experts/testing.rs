@@ -1,11 +1,13 @@
 //! A source of random experts in memory, for the tests of store and pack.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::sync::Mutex;
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 use super::{ExpertError, ExpertId, ExpertLayout, ExpertSource, ExpertSpec, MatrixSpec};
 use crate::container::Fingerprint;
+use crate::io::{Segment, SharedFile};
 use crate::mem::AlignedBuf;
 use crate::quant::{Format, encode};
 
@@ -26,7 +28,7 @@ pub(crate) fn noise(seed: u64, len: usize) -> Vec<f32> {
 /// Experts of layers 1 and 2, in alternating formats.
 pub(crate) struct MemorySource {
     pub layout: ExpertLayout,
-    pub records: HashMap<ExpertId, AlignedBuf>,
+    pub records: HashMap<ExpertId, Arc<AlignedBuf>>,
     /// Reads of these fail.
     pub broken: Mutex<HashSet<ExpertId>>,
     /// Reads of these panic.
@@ -61,7 +63,7 @@ impl MemorySource {
                 let bytes = if part.scales { bytemuck::cast_slice(&scales) } else { weights.as_slice() };
                 record[part.range()].copy_from_slice(bytes);
             }
-            record
+            Arc::new(record)
         };
         let records = layout.ids().map(|id| (id, record(id))).collect();
 
@@ -88,14 +90,25 @@ impl ExpertSource for MemorySource {
         self.records.contains_key(&id)
     }
 
-    fn read(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError> {
+    fn plan(&self, id: ExpertId) -> Result<Vec<Segment>, ExpertError> {
         self.reads.fetch_add(1, Ordering::Relaxed);
-        if self.broken.lock().unwrap().contains(&id) {
-            let source = std::io::Error::other("the disk is on fire");
-            return Err(ExpertError::Read { id, path: "memory".into(), source });
-        }
-        assert!(!self.explosive.lock().unwrap().contains(&id), "a source that panics");
-        record.copy_from_slice(&self.records[&id]);
+        let broken = self.broken.lock().unwrap().contains(&id);
+        let explosive = self.explosive.lock().unwrap().contains(&id);
+        let record = Arc::clone(&self.records[&id]);
+        let len = record.len();
+        let read = move |buf: &mut [u8], offset: u64| {
+            if broken {
+                return Err(std::io::Error::other("the disk is on fire"));
+            }
+            assert!(!explosive, "a source that panics");
+            buf.copy_from_slice(&record[offset as usize..][..buf.len()]);
+            Ok(buf.len())
+        };
+        let file = Arc::new(SharedFile::custom(Path::new("memory"), 0, Arc::new(read)));
+        Ok(vec![Segment { file, offset: 0, len, at: 0 }])
+    }
+
+    fn finish(&self, _: ExpertId, _: &mut [u8]) -> Result<(), ExpertError> {
         Ok(())
     }
 

@@ -416,7 +416,7 @@ fn a_file_that_shrinks_while_open_is_an_error_not_garbage() {
     let error = container.load_matrix("model.layers.1.mlp.experts.2.up_proj.weight").unwrap_err().to_string();
     assert!(error.contains(SECOND), "{error}");
     let error = read(&container, ExpertId { layer: 1, index: 2 }).unwrap_err();
-    assert!(matches!(error, ExpertError::Read { .. }), "{error}");
+    assert!(matches!(error, ExpertError::Damaged { .. }), "{error}");
 }
 
 #[test]

@@ -104,8 +104,18 @@ fn what_a_node_turns_out_not_to_hold_is_computed_elsewhere() {
         fn contains(&self, id: shimmer_common::experts::ExpertId) -> bool {
             id.index < 16
         }
-        fn read(&self, id: shimmer_common::experts::ExpertId, record: &mut [u8]) -> Result<(), ExpertError> {
-            self.0.read(id, record)
+        fn plan(
+            &self,
+            id: shimmer_common::experts::ExpertId,
+        ) -> Result<Vec<shimmer_common::io::Segment>, ExpertError> {
+            self.0.plan(id)
+        }
+        fn finish(
+            &self,
+            id: shimmer_common::experts::ExpertId,
+            record: &mut [u8],
+        ) -> Result<(), ExpertError> {
+            self.0.finish(id, record)
         }
         fn describe(&self) -> String {
             "half a model".into()

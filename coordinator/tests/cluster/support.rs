@@ -1,6 +1,7 @@
 //! A cluster in one process: a synthetic model, a coordinator and nodes on loopback with real TLS.
 
 use std::net::{SocketAddr, TcpListener};
+use std::path::Path;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -12,6 +13,7 @@ use shimmer_common::experts::{
     RoutedBatch,
 };
 use shimmer_common::fixed::FixedRows;
+use shimmer_common::io::{Segment, SharedFile};
 use shimmer_common::kernels::{Activations, Kernels};
 use shimmer_common::profile::NumericProfile;
 use shimmer_common::quant::Format;
@@ -60,10 +62,7 @@ impl ExpertSource for Synthetic {
         self.layout.spec(id).is_some() && (self.holds)(id)
     }
 
-    fn read(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError> {
-        while self.stuck.load(std::sync::atomic::Ordering::Relaxed) {
-            std::thread::yield_now();
-        }
+    fn plan(&self, id: ExpertId) -> Result<Vec<Segment>, ExpertError> {
         if !self.contains(id) {
             return Err(ExpertError::Missing {
                 id,
@@ -71,29 +70,46 @@ impl ExpertSource for Synthetic {
                 remedy: "look elsewhere".into(),
             });
         }
-        let mut random = Random(u64::from(id.layer) << 32 | u64::from(id.index) << 8 | 1);
-        let spec = self.layout.spec(id).unwrap();
-        for part in spec.parts() {
-            let bytes = &mut record[part.range()];
-            let is_bf16 = spec.matrix(part.matrix).format == Format::Bf16;
-            match (part.scales, is_bf16) {
-                (true, _) => {
-                    bytes
-                        .chunks_mut(4)
-                        .for_each(|b| b.copy_from_slice(&(random.unit() / 256.0).to_le_bytes()));
-                }
-                (false, true) => bytes.chunks_mut(2).for_each(|b| {
-                    b.copy_from_slice(&(random.signed().to_bits() >> 16).to_le_bytes()[..2]);
-                }),
-                (false, false) => bytes.iter_mut().for_each(|b| *b = (random.next() % 255) as u8 ^ 0x80 | 1),
+        let record = record(id, self.layout.spec(id).unwrap());
+        let (len, stuck) = (record.len(), Arc::clone(&self.stuck));
+        let read = move |buf: &mut [u8], offset: u64| {
+            while stuck.load(std::sync::atomic::Ordering::Relaxed) {
+                std::thread::yield_now();
             }
-        }
+            buf.copy_from_slice(&record[offset as usize..][..buf.len()]);
+            Ok(buf.len())
+        };
+        let file = Arc::new(SharedFile::custom(Path::new("synthetic"), 0, Arc::new(read)));
+        Ok(vec![Segment { file, offset: 0, len, at: 0 }])
+    }
+
+    fn finish(&self, _: ExpertId, _: &mut [u8]) -> Result<(), ExpertError> {
         Ok(())
     }
 
     fn describe(&self) -> String {
         "synthetic model".into()
     }
+}
+
+/// The record of a synthetic expert.
+fn record(id: ExpertId, spec: &ExpertSpec) -> Vec<u8> {
+    let mut record = vec![0; spec.record_bytes()];
+    let mut random = Random(u64::from(id.layer) << 32 | u64::from(id.index) << 8 | 1);
+    for part in spec.parts() {
+        let bytes = &mut record[part.range()];
+        let is_bf16 = spec.matrix(part.matrix).format == Format::Bf16;
+        match (part.scales, is_bf16) {
+            (true, _) => {
+                bytes.chunks_mut(4).for_each(|b| b.copy_from_slice(&(random.unit() / 256.0).to_le_bytes()));
+            }
+            (false, true) => bytes.chunks_mut(2).for_each(|b| {
+                b.copy_from_slice(&(random.signed().to_bits() >> 16).to_le_bytes()[..2]);
+            }),
+            (false, false) => bytes.iter_mut().for_each(|b| *b = (random.next() % 255) as u8 ^ 0x80 | 1),
+        }
+    }
+    record
 }
 
 /// SplitMix64.

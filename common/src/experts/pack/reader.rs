@@ -4,39 +4,28 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::super::{ExpertError, ExpertId, ExpertLayout, ExpertSource};
 use super::index::{Catalog, Entry};
 use super::manifest::Manifest;
 use super::{INDEX, MANIFEST, PackError, data_file_name};
 use crate::container::Fingerprint;
-use crate::disk;
+use crate::io::{Segment, SharedFile};
 
-/// An opened data file.
-pub(super) struct DataFile {
-    pub path: PathBuf,
-    pub file: File,
+/// The segment that is the whole record of `entry`.
+pub(super) fn segment(file: &Arc<SharedFile>, entry: &Entry) -> Segment {
+    Segment { file: Arc::clone(file), offset: entry.offset, len: entry.bytes as usize, at: 0 }
 }
 
-impl DataFile {
-    /// Reads the record of `entry` and checks its hash.
-    pub(super) fn read(&self, entry: &Entry, record: &mut [u8]) -> Result<(), ExpertError> {
-        let Entry { id, offset, bytes, .. } = *entry;
-        let damaged = |what: String| ExpertError::Damaged { id, path: self.path.clone(), what };
-        if record.len() as u64 != bytes {
-            return Err(damaged(format!("the record has {bytes} bytes, not {}", record.len())));
-        }
-        disk::read_exact_at(&self.file, record, offset).map_err(|source| match source.kind() {
-            std::io::ErrorKind::UnexpectedEof => {
-                damaged(format!("the file ends inside the record at offset {offset}"))
-            }
-            _ => ExpertError::Read { id, path: self.path.clone(), source },
-        })?;
-        if blake3::hash(record) != entry.hash {
-            return Err(damaged(format!("the {bytes} bytes at offset {offset} do not match their BLAKE3")));
-        }
-        Ok(())
+/// Compares a record with the hash that was noted when it was stored.
+pub(super) fn verify(path: &Path, entry: &Entry, record: &[u8]) -> Result<(), ExpertError> {
+    let Entry { id, offset, bytes, .. } = *entry;
+    if blake3::hash(record) == entry.hash {
+        return Ok(());
     }
+    let what = format!("the {bytes} bytes at offset {offset} do not match their BLAKE3");
+    Err(ExpertError::Damaged { id, path: path.to_owned(), what })
 }
 
 /// Lengths of the data files that lie in `dir`, by number.
@@ -69,7 +58,7 @@ pub struct Pack {
     dir: PathBuf,
     manifest: Manifest,
     entries: HashMap<ExpertId, Entry>,
-    files: BTreeMap<u32, DataFile>,
+    files: BTreeMap<u32, Arc<SharedFile>>,
 }
 
 /// Outcome of [`Pack::verify_all`].
@@ -100,7 +89,7 @@ impl Pack {
         for &number in lengths.keys() {
             let path = dir.join(data_file_name(number));
             let file = File::open(&path).map_err(PackError::io("read", &path))?;
-            files.insert(number, DataFile { path, file });
+            files.insert(number, Arc::new(SharedFile::opened(&path, file)));
         }
         let entries = entries.into_iter().map(|entry| (entry.id, entry)).collect();
         Ok(Self { dir: dir.to_owned(), manifest, entries, files })
@@ -151,6 +140,18 @@ impl Pack {
             }
         }
         report
+    }
+}
+
+impl Pack {
+    fn find(&self, id: ExpertId) -> Result<(&Arc<SharedFile>, &Entry), ExpertError> {
+        let missing = || ExpertError::Missing {
+            id,
+            holder: self.describe(),
+            remedy: "write the pack again with this expert, or use the container".into(),
+        };
+        let entry = self.entries.get(&id).ok_or_else(missing)?;
+        Ok((self.files.get(&entry.file).ok_or_else(missing)?, entry))
     }
 }
 
@@ -240,14 +241,14 @@ impl ExpertSource for Pack {
         self.entries.contains_key(&id)
     }
 
-    fn read(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError> {
-        let missing = || ExpertError::Missing {
-            id,
-            holder: self.describe(),
-            remedy: "write the pack again with this expert, or use the container".into(),
-        };
-        let entry = self.entries.get(&id).ok_or_else(missing)?;
-        self.files.get(&entry.file).ok_or_else(missing)?.read(entry, record)
+    fn plan(&self, id: ExpertId) -> Result<Vec<Segment>, ExpertError> {
+        let (file, entry) = self.find(id)?;
+        Ok(vec![segment(file, entry)])
+    }
+
+    fn finish(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError> {
+        let (file, entry) = self.find(id)?;
+        verify(file.path(), entry, record)
     }
 
     fn describe(&self) -> String {

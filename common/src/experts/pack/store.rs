@@ -14,10 +14,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Rw
 use super::super::{ExpertError, ExpertId, ExpertLayout, ExpertSource};
 use super::index::{Catalog, ENTRY_BYTES, Entry, encode_all};
 use super::manifest::{Manifest, Seal};
-use super::reader::{DataFile, data_file_lengths, read_index};
+use super::reader::{data_file_lengths, read_index, segment, verify};
 use super::{FILE_BYTES, INDEX, LOCK, MANIFEST, PackError, data_file_name};
 use crate::container::Fingerprint;
 use crate::disk;
+use crate::io::{Segment, SharedFile};
 
 /// Bytes that may be lost to a power failure, and are re-read when a pack is opened.
 const SYNC_BYTES: u64 = 64 << 20;
@@ -32,6 +33,28 @@ pub struct PackStore {
     writer: Mutex<Writer>,
     repairs: Vec<String>,
     _lock: File,
+}
+
+/// A data file, open for writing and, apart from that, for reading.
+struct DataFile {
+    path: PathBuf,
+    file: File,
+    reader: Arc<SharedFile>,
+}
+
+impl DataFile {
+    fn new(path: PathBuf, file: File) -> Self {
+        let reader = Arc::new(SharedFile::new(&path, true));
+        Self { path, file, reader }
+    }
+
+    /// Reads and checks a record.
+    fn read(&self, entry: &Entry, record: &mut [u8]) -> Result<(), ExpertError> {
+        self.reader
+            .read_exact_at(record, entry.offset)
+            .map_err(|source| ExpertError::unreadable(entry.id, self.path.clone(), source))?;
+        verify(&self.path, entry, record)
+    }
 }
 
 #[derive(Default)]
@@ -231,8 +254,16 @@ impl PackStore {
             .open(&path)
             .map_err(PackError::io("create", &path))?;
         disk::sync_dir(&self.dir).map_err(PackError::io("write", &self.dir))?;
-        self.shared_mut().files.insert(number, Arc::new(DataFile { path, file }));
+        self.shared_mut().files.insert(number, Arc::new(DataFile::new(path, file)));
         Ok((number, 0))
+    }
+
+    fn find(&self, id: ExpertId) -> Result<(Arc<DataFile>, Entry), ExpertError> {
+        let shared = self.shared();
+        let entry = shared.entries.get(&id).copied();
+        entry.and_then(|entry| Some((Arc::clone(shared.files.get(&entry.file)?), entry))).ok_or_else(|| {
+            ExpertError::Missing { id, holder: self.describe(), remedy: "it has to be fetched first".into() }
+        })
     }
 
     /// Makes everything appended so far survive a power failure.
@@ -322,17 +353,14 @@ impl ExpertSource for PackStore {
         self.shared().entries.contains_key(&id)
     }
 
-    fn read(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError> {
-        let shared = self.shared();
-        let found = shared.entries.get(&id).copied();
-        let found = found.and_then(|entry| Some((entry, Arc::clone(shared.files.get(&entry.file)?))));
-        drop(shared);
-        let (entry, data) = found.ok_or_else(|| ExpertError::Missing {
-            id,
-            holder: self.describe(),
-            remedy: "it has to be fetched first".into(),
-        })?;
-        data.read(&entry, record)
+    fn plan(&self, id: ExpertId) -> Result<Vec<Segment>, ExpertError> {
+        let (data, entry) = self.find(id)?;
+        Ok(vec![segment(&data.reader, &entry)])
+    }
+
+    fn finish(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError> {
+        let (data, entry) = self.find(id)?;
+        verify(&data.path, &entry, record)
     }
 
     fn describe(&self) -> String {
@@ -400,7 +428,7 @@ fn open_files(dir: &Path, lengths: &BTreeMap<u32, u64>) -> Result<BTreeMap<u32, 
         let path = dir.join(data_file_name(number));
         let file =
             OpenOptions::new().read(true).write(true).open(&path).map_err(PackError::io("write", &path))?;
-        Ok((number, Arc::new(DataFile { path, file })))
+        Ok((number, Arc::new(DataFile::new(path, file))))
     };
     lengths.keys().map(open).collect()
 }
