@@ -131,6 +131,57 @@ impl Stripes for Avx2 {
         // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
         unsafe { tree(acc) }
     }
+
+    const WIDE: bool = false;
+
+    #[inline(always)]
+    fn load(self, x: &[f32; LANES]) -> Self::Acc {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA; both loads read 8 of 16 floats.
+        unsafe { [_mm256_loadu_ps(x.as_ptr()), _mm256_loadu_ps(x.as_ptr().add(8))] }
+    }
+
+    #[inline(always)]
+    fn load_i8(self, x: &[i8; LANES]) -> Self::Acc {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA; the load reads 16 bytes.
+        unsafe {
+            let x = _mm_loadu_si128(x.as_ptr().cast());
+            let widen = |x| _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x));
+            [widen(x), widen(_mm_srli_si128::<8>(x))]
+        }
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Self::Acc {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        unsafe { [_mm256_set1_ps(x); 2] }
+    }
+
+    #[inline(always)]
+    fn mul(self, a: Self::Acc, b: Self::Acc) -> Self::Acc {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: Self::Acc, b: Self::Acc, acc: Self::Acc) -> Self::Acc {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        unsafe { [_mm256_fmadd_ps(a[0], b[0], acc[0]), _mm256_fmadd_ps(a[1], b[1], acc[1])] }
+    }
+
+    #[inline(always)]
+    fn store(self, x: Self::Acc, out: &mut [f32; LANES]) {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA; both stores write 8 of 16 floats.
+        unsafe {
+            _mm256_storeu_ps(out.as_mut_ptr(), x[0]);
+            _mm256_storeu_ps(out.as_mut_ptr().add(8), x[1]);
+        }
+    }
+
+    #[inline(always)]
+    fn tree4(self, acc: [Self::Acc; 4]) -> [f32; 4] {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        unsafe { tree4(acc) }
+    }
 }
 
 /// One nibble row with one activation row, one group of 64 columns (32 bytes) at a time.
@@ -236,4 +287,22 @@ fn tree(acc: [__m256; 2]) -> f32 {
         _mm256_storeu_ps(lanes.as_mut_ptr().add(8), acc[1]);
     }
     tree16(&lanes)
+}
+
+/// [`tree`] of four accumulators, two in the halves of a register from the second step on.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn tree4(acc: [[__m256; 2]; 4]) -> [f32; 4] {
+    let [a, b, c, d] = acc.map(|acc| _mm256_add_ps(acc[0], acc[1]));
+    let quarters = |a, b| {
+        let sums = _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b));
+        let sums = _mm256_add_ps(sums, _mm256_permute_ps::<0b01_00_11_10>(sums));
+        _mm256_add_ps(sums, _mm256_permute_ps::<0b10_11_00_01>(sums))
+    };
+    let mut lanes = [[0.0; 8]; 2];
+    for (lanes, sums) in lanes.iter_mut().zip([quarters(a, b), quarters(c, d)]) {
+        // SAFETY: 8 writable floats; the store needs no alignment.
+        unsafe { _mm256_storeu_ps(lanes.as_mut_ptr(), sums) };
+    }
+    [lanes[0][0], lanes[0][4], lanes[1][0], lanes[1][4]]
 }

@@ -75,6 +75,50 @@ impl Stripes for Avx512 {
         // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { tree(acc) }
     }
+
+    const WIDE: bool = true;
+
+    #[inline(always)]
+    fn load(self, x: &[f32; LANES]) -> Self::Acc {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { load_ps(x) }
+    }
+
+    #[inline(always)]
+    fn load_i8(self, x: &[i8; LANES]) -> Self::Acc {
+        // SAFETY: `self` exists only after `detect` saw every feature; the load reads 16 bytes.
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(x.as_ptr().cast()))) }
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Self::Acc {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { _mm512_set1_ps(x) }
+    }
+
+    #[inline(always)]
+    fn mul(self, a: Self::Acc, b: Self::Acc) -> Self::Acc {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: Self::Acc, b: Self::Acc, acc: Self::Acc) -> Self::Acc {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { _mm512_fmadd_ps(a, b, acc) }
+    }
+
+    #[inline(always)]
+    fn store(self, x: Self::Acc, out: &mut [f32; LANES]) {
+        // SAFETY: `self` exists only after `detect` saw every feature; the store writes 16 floats.
+        unsafe { _mm512_storeu_ps(out.as_mut_ptr(), x) }
+    }
+
+    #[inline(always)]
+    fn tree4(self, acc: [Self::Acc; 4]) -> [f32; 4] {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { tree4(acc) }
+    }
 }
 
 /// One nibble row with one activation row, a pair of groups (128 columns, 64 bytes) at a time: lanes 0–7
@@ -191,4 +235,28 @@ fn tree(acc: __m512) -> f32 {
     // SAFETY: 16 writable floats; the store needs no alignment.
     unsafe { _mm512_storeu_ps(lanes.as_mut_ptr(), acc) };
     tree16(&lanes)
+}
+
+/// [`tree`] of four accumulators, one in each quarter of a register from the second step on.
+#[target_feature(enable = "avx512f,avx512dq")]
+#[inline]
+fn tree4([a, b, c, d]: [__m512; 4]) -> [f32; 4] {
+    /// The lower quarters (0, 1) or the upper ones (2, 3) of two registers.
+    const LOWER: i32 = 0b01_00_01_00;
+    const UPPER: i32 = 0b11_10_11_10;
+    /// The even or the odd quarters of two registers.
+    const EVEN: i32 = 0b10_00_10_00;
+    const ODD: i32 = 0b11_01_11_01;
+    let halves =
+        |a, b| _mm512_add_ps(_mm512_shuffle_f32x4::<LOWER>(a, b), _mm512_shuffle_f32x4::<UPPER>(a, b));
+    let (ab, cd) = (halves(a, b), halves(c, d));
+    let sums = _mm512_add_ps(_mm512_shuffle_f32x4::<EVEN>(ab, cd), _mm512_shuffle_f32x4::<ODD>(ab, cd));
+    let sums = _mm512_add_ps(sums, _mm512_permute_ps::<0b01_00_11_10>(sums));
+    let sums = _mm512_add_ps(sums, _mm512_permute_ps::<0b10_11_00_01>(sums));
+    let first_of_each = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    let mut out = [0.0; 4];
+    let quarter = _mm512_castps512_ps128(_mm512_permutexvar_ps(first_of_each, sums));
+    // SAFETY: 4 writable floats; the store needs no alignment.
+    unsafe { _mm_storeu_ps(out.as_mut_ptr(), quarter) };
+    out
 }

@@ -23,6 +23,7 @@
 //! rounding) before they enter the dot product.
 
 mod activations;
+mod attention;
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code)]
 mod avx2;
@@ -37,6 +38,7 @@ use std::str::FromStr;
 use std::sync::OnceLock;
 
 pub use activations::{Activations, GROUP, QuantRows};
+pub use attention::{RowsMut, RowsRef, StoredRows};
 use matmul::Threads;
 use ops::{FloatOp, Ops};
 

@@ -2,6 +2,7 @@
 //! operations of [`crate::math`].
 
 use super::QuantRows;
+use super::attention::AttentionOp;
 use crate::math::{self, LANES, Stripes, dot_body, four_dots_body, load_lanes};
 use crate::quant::decode::{Bf16, ChunkDecoder, F16, F32, Fp8, decode_chunks};
 
@@ -75,6 +76,8 @@ pub(super) enum FloatOp<'a> {
     RmsNorm { x: &'a [f32], w: &'a [f32], eps: f32, out: &'a mut [f32] },
     /// Layer norm.
     LayerNorm { x: &'a [f32], w: &'a [f32], b: &'a [f32], eps: f32, out: &'a mut [f32] },
+    /// Many rows against many rows.
+    Attention(AttentionOp<'a>),
 }
 
 impl FloatOp<'_> {
@@ -97,6 +100,7 @@ impl FloatOp<'_> {
             FloatOp::Softmax { x } => math::softmax_body(s, x),
             FloatOp::RmsNorm { x, w, eps, out } => math::rms_norm_body(s, x, w, eps, out),
             FloatOp::LayerNorm { x, w, b, eps, out } => math::layer_norm_body(s, x, w, b, eps, out),
+            FloatOp::Attention(op) => op.run(s),
         }
     }
 }

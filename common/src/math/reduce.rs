@@ -24,6 +24,30 @@ pub(crate) trait Stripes: Copy {
 
     /// [`tree16`].
     fn tree(self, acc: Self::Acc) -> f32;
+
+    /// Whether 16 accumulators and their operands fit in the registers (else 4 do).
+    const WIDE: bool;
+
+    /// 16 values.
+    fn load(self, x: &[f32; LANES]) -> Self::Acc;
+
+    /// 16 integers as floats.
+    fn load_i8(self, x: &[i8; LANES]) -> Self::Acc;
+
+    /// 16 times `x`.
+    fn splat(self, x: f32) -> Self::Acc;
+
+    /// `a[i] · b[i]`, rounded.
+    fn mul(self, a: Self::Acc, b: Self::Acc) -> Self::Acc;
+
+    /// `fma(a[i], b[i], acc[i])`.
+    fn mul_add(self, a: Self::Acc, b: Self::Acc, acc: Self::Acc) -> Self::Acc;
+
+    /// The 16 values.
+    fn store(self, x: Self::Acc, out: &mut [f32; LANES]);
+
+    /// [`tree16`] of four accumulators.
+    fn tree4(self, acc: [Self::Acc; 4]) -> [f32; 4];
 }
 
 /// The definition of [`Stripes`].
@@ -49,6 +73,46 @@ impl Stripes for PlainStripes {
     #[inline(always)]
     fn tree(self, acc: Self::Acc) -> f32 {
         tree16(&acc)
+    }
+
+    const WIDE: bool = false;
+
+    #[inline(always)]
+    fn load(self, x: &[f32; LANES]) -> Self::Acc {
+        *x
+    }
+
+    #[inline(always)]
+    fn load_i8(self, x: &[i8; LANES]) -> Self::Acc {
+        x.map(f32::from)
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Self::Acc {
+        [x; LANES]
+    }
+
+    #[inline(always)]
+    fn mul(self, mut a: Self::Acc, b: Self::Acc) -> Self::Acc {
+        for i in 0..LANES {
+            a[i] *= b[i];
+        }
+        a
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: Self::Acc, b: Self::Acc, acc: Self::Acc) -> Self::Acc {
+        self.fma(&a, &b, acc)
+    }
+
+    #[inline(always)]
+    fn store(self, x: Self::Acc, out: &mut [f32; LANES]) {
+        *out = x;
+    }
+
+    #[inline(always)]
+    fn tree4(self, acc: [Self::Acc; 4]) -> [f32; 4] {
+        acc.map(|acc| tree16(&acc))
     }
 }
 

@@ -152,42 +152,48 @@ impl<'a> MatrixRef<'a> {
     /// # Panics
     /// When `row >= rows` or `out.len() != cols`.
     pub fn decode_row(&self, row: usize, out: &mut [f32]) {
-        assert_eq!(out.len(), self.cols, "decode_row writes one row");
-        let (bytes, scales) = (self.row_weights(row), self.row_scales(row));
-        match self.format {
-            Format::F32 => decode_chunks(F32, bytes, out),
-            Format::F16 => decode_chunks(F16, bytes, out),
-            Format::Bf16 => decode_chunks(Bf16, bytes, out),
-            Format::Fp8Block => decode_chunks(Fp8 { scales }, bytes, out),
-            Format::Int8Row => {
-                for (out, &b) in out.iter_mut().zip(bytes) {
-                    *out = f32::from(b as i8) * scales[0];
-                }
+        decode_row_body(self, row, out);
+    }
+}
+
+/// See [`MatrixRef::decode_row`]; compiled for the instruction set it is inlined into.
+#[inline(always)]
+pub(crate) fn decode_row_body(matrix: &MatrixRef<'_>, row: usize, out: &mut [f32]) {
+    assert_eq!(out.len(), matrix.cols, "decode_row writes one row");
+    let (bytes, scales) = (matrix.row_weights(row), matrix.row_scales(row));
+    match matrix.format {
+        Format::F32 => decode_chunks(F32, bytes, out),
+        Format::F16 => decode_chunks(F16, bytes, out),
+        Format::Bf16 => decode_chunks(Bf16, bytes, out),
+        Format::Fp8Block => decode_chunks(Fp8 { scales }, bytes, out),
+        Format::Int8Row => {
+            for (out, &b) in out.iter_mut().zip(bytes) {
+                *out = f32::from(b as i8) * scales[0];
             }
-            Format::Int4Row => {
+        }
+        Format::Int4Row => {
+            for (i, out) in out.iter_mut().enumerate() {
+                *out = nibble(bytes, i) * scales[0];
+            }
+        }
+        Format::Int4Grouped { group } => {
+            let group = group as usize;
+            for ((g, out), &scale) in out.chunks_mut(group).enumerate().zip(scales) {
                 for (i, out) in out.iter_mut().enumerate() {
-                    *out = nibble(bytes, i) * scales[0];
+                    *out = nibble(bytes, g * group + i) * scale;
                 }
             }
-            Format::Int4Grouped { group } => {
-                let group = group as usize;
-                for ((g, out), &scale) in out.chunks_mut(group).enumerate().zip(scales) {
-                    for (i, out) in out.iter_mut().enumerate() {
-                        *out = nibble(bytes, g * group + i) * scale;
-                    }
+        }
+        Format::Int3G64 => {
+            for ((bytes, out), &scale) in bytes.chunks_exact(24).zip(out.chunks_mut(64)).zip(scales) {
+                for (k, out) in out.iter_mut().enumerate() {
+                    *out = f32::from(int3(bytes, k)) * scale;
                 }
             }
-            Format::Int3G64 => {
-                for ((bytes, out), &scale) in bytes.chunks_exact(24).zip(out.chunks_mut(64)).zip(scales) {
-                    for (k, out) in out.iter_mut().enumerate() {
-                        *out = f32::from(int3(bytes, k)) * scale;
-                    }
-                }
-            }
-            Format::Int2Row => {
-                for (i, out) in out.iter_mut().enumerate() {
-                    *out = f32::from(int2(bytes, i)) * scales[0];
-                }
+        }
+        Format::Int2Row => {
+            for (i, out) in out.iter_mut().enumerate() {
+                *out = f32::from(int2(bytes, i)) * scales[0];
             }
         }
     }

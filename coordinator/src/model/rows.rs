@@ -1,7 +1,7 @@
 //! f32 rows, and the choice between one thread and many.
 
 use rayon::prelude::*;
-use shimmer_common::kernels::{Activations, Kernels};
+use shimmer_common::kernels::{Activations, Kernels, RowsRef};
 use shimmer_common::quant::Matrix;
 
 /// f32 rows `[rows, width]`.
@@ -37,6 +37,11 @@ impl Rows {
     /// One row, to be changed.
     pub fn row_mut(&mut self, i: usize) -> &mut [f32] {
         &mut self.data[i * self.width..(i + 1) * self.width]
+    }
+
+    /// `count` rows from row `first` on, as the kernels take them.
+    pub(super) fn part(&self, first: usize, count: usize) -> RowsRef<'_> {
+        RowsRef::new(&self.data[first * self.width..], self.width, self.width, count)
     }
 
     /// Appends values of whole rows. Memory grows by an eighth rather than by doubling, so that a long
@@ -92,7 +97,7 @@ pub(super) fn inverse_sqrt(n: usize) -> f32 {
 
 /// Multiply-adds from which on waking other threads pays: at 10 per nanosecond and core this is some
 /// 25 µs, a few times what a sleeping pool needs to wake up.
-const PARALLEL_WORK: usize = 1 << 18;
+pub(super) const PARALLEL_WORK: usize = 1 << 18;
 
 /// Calls `f(i, chunk)` for each chunk of `len` values, on the rayon pool when `work` multiply-adds are
 /// worth it. Chunks are independent, so the choice never changes a bit.

@@ -2,7 +2,7 @@
 
 use shimmer_common::container::{Container, ContainerError};
 use shimmer_common::ffn::{FfnRef, dense_ffn};
-use shimmer_common::kernels::{Activations, Kernels};
+use shimmer_common::kernels::{Activations, Kernels, RowsMut, RowsRef, StoredRows};
 use shimmer_common::quant::Matrix;
 
 use super::LoadProgress;
@@ -112,13 +112,23 @@ impl FloatRows {
         Self::Decoded(rows)
     }
 
-    /// Row `r`; `scratch` (one row long) holds it when it had to be decoded.
-    pub fn row<'a>(&'a self, r: usize, scratch: &'a mut [f32]) -> &'a [f32] {
+    /// `out[i] += Σ_j weights[i, j] · row[first + j]`, j ascending.
+    pub fn accumulate(&self, kernels: Kernels, weights: RowsRef<'_>, first: usize, out: RowsMut<'_>) {
+        let count = weights.width();
         match self {
-            Self::Decoded(rows) => rows.row(r),
+            Self::Decoded(rows) => kernels.accumulate(weights, rows.part(first, count), out),
             Self::Stored(matrix) => {
-                matrix.view().decode_row(r, scratch);
-                scratch
+                kernels.stored_accumulate(weights, StoredRows::new(matrix.view(), first, count), out);
+            }
+        }
+    }
+
+    /// `out[i, j] = row[first + j] · a[i]` for `count` rows.
+    pub fn dots(&self, kernels: Kernels, a: RowsRef<'_>, first: usize, count: usize, out: RowsMut<'_>) {
+        match self {
+            Self::Decoded(rows) => kernels.dots(a, rows.part(first, count), 1.0, out),
+            Self::Stored(matrix) => {
+                kernels.stored_dots(a, StoredRows::new(matrix.view(), first, count), out);
             }
         }
     }

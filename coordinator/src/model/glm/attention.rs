@@ -5,9 +5,12 @@
 //! latent part, as value; the value half is applied to the weighted latent. Sums over positions run in
 //! ascending order, sums over the latent as the kernels define them.
 
+use rayon::prelude::*;
+use shimmer_common::kernels::{RowsMut, RowsRef};
+
 use super::Glm;
 use super::weights::{Attention, Indexer};
-use crate::model::rows::{Rows, activations, for_each_chunk, project};
+use crate::model::rows::{PARALLEL_WORK, Rows, activations, project};
 use crate::model::sequence::LayerCache;
 use crate::model::step::Step;
 use crate::model::trace::Recorder;
@@ -15,9 +18,6 @@ use crate::model::trace::Recorder;
 /// `q_a_layernorm`, `kv_a_layernorm` and the indexer's `k_norm` use the reference's default epsilon,
 /// not `rms_norm_eps` (docs/model.md §4).
 pub(super) const LATENT_EPS: f32 = 1e-6;
-
-/// Most heads one task computes: they share each cached row while it is in the core's first cache.
-const HEADS_PER_TASK_MAX: usize = 8;
 
 impl Glm {
     /// Attention of one layer over normed rows `x`: appends to `cache`, updates the step's selection
@@ -91,25 +91,58 @@ impl Glm {
     /// Attention outputs of all heads, `[rows, num_attention_heads · v_head_dim]`.
     fn attend(&self, w: &Attention, q: &Rows, step: &Step, kv: &Rows) -> Rows {
         let (rows, heads, v_len) = (q.rows(), self.config.num_attention_heads, self.config.v_head_dim);
-        let heads_per_task = (heads / rayon::current_num_threads()).clamp(1, HEADS_PER_TASK_MAX);
+        let rows_per_task = rows.min(ROWS_PER_TASK_MAX);
+        let heads_per_task = heads_per_task(heads, rows);
+        let mut out = Rows::zeroed(rows, heads * v_len);
+        let mut tasks = Vec::new();
+        for (block, out) in out.data.chunks_mut(rows_per_task * heads * v_len).enumerate() {
+            let mut parts: Vec<Vec<&mut [f32]>> = Vec::new();
+            parts.resize_with(heads.div_ceil(heads_per_task), Vec::new);
+            for row in out.chunks_mut(heads * v_len) {
+                for (part, out) in parts.iter_mut().zip(row.chunks_mut(heads_per_task * v_len)) {
+                    part.push(out);
+                }
+            }
+            tasks.extend(parts.into_iter().enumerate().map(|(part, out)| {
+                let first_head = part * heads_per_task;
+                let count = heads_per_task.min(heads - first_head);
+                (
+                    Heads { glm: self, w, q, step, kv, first_head, count, first_row: block * rows_per_task },
+                    out,
+                )
+            }));
+        }
         let per_head =
             step.visible_total() * 2 * kv.width + rows * q.width / heads * self.config.kv_lora_rank;
-        let mut by_head = vec![0.0; heads * rows * v_len];
-        for_each_chunk(&mut by_head, heads_per_task * rows * v_len, heads * per_head, |task, out| {
-            let (first, count) = (task * heads_per_task, out.len() / (rows * v_len));
-            Heads { glm: self, w, q, step, kv, first, count }.attend(out);
-        });
-        // [heads, rows, v] → [rows, heads · v]
-        let mut out = Rows::zeroed(rows, heads * v_len);
-        for (i, value) in by_head.chunks(v_len).enumerate() {
-            let (head, row) = (i / rows, i % rows);
-            out.row_mut(row)[head * v_len..][..v_len].copy_from_slice(value);
+        if heads * per_head < PARALLEL_WORK {
+            tasks.into_iter().for_each(|(task, out)| task.attend(out));
+        } else {
+            tasks.into_par_iter().for_each(|(task, out)| task.attend(out));
         }
         out
     }
 }
 
-/// Some heads over all rows of a step: the work of one task.
+/// Most rows of one task: they share each decoded weight row, and what the task keeps of them fits the
+/// core's second cache.
+const ROWS_PER_TASK_MAX: usize = 64;
+
+/// Heads of one task in a prefill: they share each cached row, and their queries fit the core's first cache.
+const HEADS_PER_TASK: usize = 8;
+
+/// Heads that share the registers of the kernels.
+const HEADS_PER_TILE: usize = 4;
+
+/// Heads one task computes: few rows are split so that every thread gets two tasks, whole tiles each.
+fn heads_per_task(heads: usize, rows: usize) -> usize {
+    if rows > HEADS_PER_TASK {
+        return HEADS_PER_TASK;
+    }
+    let per_task = heads.div_ceil(2 * rayon::current_num_threads());
+    per_task.next_multiple_of(HEADS_PER_TILE).min(heads)
+}
+
+/// Some heads over some rows of a step: the work of one task.
 struct Heads<'a> {
     glm: &'a Glm,
     w: &'a Attention,
@@ -117,83 +150,93 @@ struct Heads<'a> {
     step: &'a Step,
     kv: &'a Rows,
     /// First head.
-    first: usize,
+    first_head: usize,
     /// Number of heads.
     count: usize,
+    /// First row.
+    first_row: usize,
 }
 
 impl Heads<'_> {
-    /// Attention outputs `[heads, rows, v_head_dim]` of the heads in `out`.
-    fn attend(&self, out: &mut [f32]) {
-        let queries = self.fold_key_weights();
-        let weighted = self.weigh_latents(&queries);
-        self.unfold_value_weights(&weighted, out);
+    /// Attention outputs of the heads, per row of the task `[heads · v_head_dim]`.
+    fn attend(&self, mut out: Vec<&mut [f32]>) {
+        let rows = out.len();
+        let mut queries = self.fold_key_weights(rows);
+        for r in 0..rows {
+            self.weigh_latents(self.first_row + r, &mut queries[r * self.stride()..][..self.stride()]);
+        }
+        self.unfold_value_weights(&queries, &mut out);
     }
 
-    /// Queries against cached rows, `[heads · rows]` of `[q_lat ; q_rope]`: `q_lat = Σ_d q_nope[d] ·
-    /// W_uk[d]`, d ascending. Each weight row is decoded once for all rows of the step.
-    fn fold_key_weights(&self) -> Rows {
+    /// Values between the same head's queries of neighbouring rows.
+    fn stride(&self) -> usize {
+        self.count * self.kv.width
+    }
+
+    /// Queries against cached rows, `[rows, heads]` of `[q_lat ; q_rope]`: `q_lat = Σ_d q_nope[d] ·
+    /// W_uk[d]`, d ascending. Each weight row is decoded once for all rows of the task.
+    fn fold_key_weights(&self, rows: usize) -> Vec<f32> {
         let c = &self.glm.config;
-        let (nope, latent_len, rows) = (c.qk_nope_head_dim, c.kv_lora_rank, self.q.rows());
+        let (nope, latent_len) = (c.qk_nope_head_dim, c.kv_lora_rank);
         let head_len = nope + c.qk_rope_head_dim;
-        let mut queries = Rows::zeroed(self.count * rows, self.kv.width);
-        let mut scratch = vec![0.0; latent_len];
+        let mut queries = vec![0.0; rows * self.stride()];
         for h in 0..self.count {
-            let head = self.first + h;
-            let q_head = |r: usize| &self.q.row(r)[head * head_len..][..head_len];
-            for d in 0..nope {
-                let w_uk = self.w.kv_b_proj.row(head * (nope + c.v_head_dim) + d, &mut scratch);
-                for r in 0..rows {
-                    let q_lat = &mut queries.row_mut(h * rows + r)[..latent_len];
-                    self.glm.kernels.axpy(q_head(r)[d], w_uk, q_lat);
-                }
-            }
+            let head = self.first_head + h;
+            let q = &self.q.data[self.first_row * self.q.width + head * head_len..];
+            let folded = &mut queries[h * self.kv.width..];
+            self.w.kv_b_proj.accumulate(
+                self.glm.kernels,
+                RowsRef::new(q, self.q.width, nope, rows),
+                head * (nope + c.v_head_dim),
+                RowsMut::new(folded, self.stride()),
+            );
             for r in 0..rows {
-                queries.row_mut(h * rows + r)[latent_len..].copy_from_slice(&q_head(r)[nope..]);
+                folded[r * self.stride()..][latent_len..self.kv.width]
+                    .copy_from_slice(&q[r * self.q.width..][nope..head_len]);
             }
         }
         queries
     }
 
-    /// The latents weighted by the softmax over the visible rows, `[heads · rows, kv_lora_rank]`.
-    fn weigh_latents(&self, queries: &Rows) -> Rows {
-        let (kernels, scale) = (self.glm.kernels, self.glm.scale);
-        let (latent_len, rows) = (self.glm.config.kv_lora_rank, self.q.rows());
-        let mut weighted = Rows::zeroed(self.count * rows, latent_len);
-        let mut scores = Vec::new();
-        for r in 0..rows {
-            let visible = self.step.visible(r);
-            let len = visible.len();
-            scores.resize(self.count * len, 0.0);
-            for (s, &t) in visible.iter().enumerate() {
-                let cached = self.kv.row(t as usize);
-                for h in 0..self.count {
-                    scores[h * len + s] = kernels.dot(queries.row(h * rows + r), cached) * scale;
-                }
-            }
-            scores.chunks_mut(len).for_each(|head| kernels.softmax(head));
-            for (s, &t) in visible.iter().enumerate() {
-                let latent = &self.kv.row(t as usize)[..latent_len];
-                for h in 0..self.count {
-                    kernels.axpy(scores[h * len + s], latent, weighted.row_mut(h * rows + r));
-                }
-            }
-        }
-        weighted
+    /// Replaces the latent part of the queries of `row`, `[heads]`, by the latents weighted with the softmax
+    /// over the visible rows.
+    fn weigh_latents(&self, row: usize, queries: &mut [f32]) {
+        let (kernels, width) = (self.glm.kernels, self.kv.width);
+        let latent_len = self.glm.config.kv_lora_rank;
+        let visible = self.step.visible(row);
+        let cached = |len| RowsRef::select(&self.kv.data, width, len, visible);
+        let mut scores = vec![0.0; self.count * visible.len()];
+        kernels.dots(
+            RowsRef::new(queries, width, width, self.count),
+            cached(width),
+            self.glm.scale,
+            RowsMut::new(&mut scores, visible.len()),
+        );
+        scores.chunks_mut(visible.len()).for_each(|head| kernels.softmax(head));
+        queries.chunks_mut(width).for_each(|head| head[..latent_len].fill(0.0));
+        kernels.accumulate(
+            RowsRef::new(&scores, visible.len(), visible.len(), self.count),
+            cached(latent_len),
+            RowsMut::new(queries, width),
+        );
     }
 
     /// `out[j] = W_uv[j] · weighted`, once per head and row.
-    fn unfold_value_weights(&self, weighted: &Rows, out: &mut [f32]) {
+    fn unfold_value_weights(&self, weighted: &[f32], out: &mut [&mut [f32]]) {
         let c = &self.glm.config;
-        let (nope, v_len, rows) = (c.qk_nope_head_dim, c.v_head_dim, self.q.rows());
-        let mut scratch = vec![0.0; c.kv_lora_rank];
+        let (nope, v_len, rows) = (c.qk_nope_head_dim, c.v_head_dim, out.len());
+        let mut values = vec![0.0; rows * v_len];
         for h in 0..self.count {
-            let first_row = (self.first + h) * (nope + v_len) + nope;
-            for j in 0..v_len {
-                let w_uv = self.w.kv_b_proj.row(first_row + j, &mut scratch);
-                for r in 0..rows {
-                    out[(h * rows + r) * v_len + j] = self.glm.kernels.dot(w_uv, weighted.row(h * rows + r));
-                }
+            let weighted = &weighted[h * self.kv.width..];
+            self.w.kv_b_proj.dots(
+                self.glm.kernels,
+                RowsRef::new(weighted, self.stride(), c.kv_lora_rank, rows),
+                (self.first_head + h) * (nope + v_len) + nope,
+                v_len,
+                RowsMut::new(&mut values, v_len),
+            );
+            for (out, values) in out.iter_mut().zip(values.chunks(v_len)) {
+                out[h * v_len..][..v_len].copy_from_slice(values);
             }
         }
     }

@@ -1,6 +1,6 @@
 //! The DSA indexer: which cached positions a row attends to (docs/model.md §5).
 
-use shimmer_common::kernels::Activations;
+use shimmer_common::kernels::{Activations, RowsRef};
 use shimmer_common::math;
 
 use super::Glm;
@@ -85,14 +85,10 @@ impl Glm {
     fn index_scores(&self, query: &[f32], weights: &[f32], keys: &Rows, scores: &mut [f32]) {
         let scale = inverse_sqrt(self.config.index_head_dim);
         let work = scores.len() * query.len();
+        let queries = RowsRef::new(query, keys.width, keys.width, query.len() / keys.width);
         for_each_chunk(scores, POSITIONS_PER_TASK, work, |task, scores| {
-            for (i, score) in scores.iter_mut().enumerate() {
-                let key = keys.row(task * POSITIONS_PER_TASK + i);
-                *score = 0.0;
-                for (q, weight) in query.chunks(keys.width).zip(weights) {
-                    *score += weight * (self.kernels.dot(q, key) * scale).max(0.0);
-                }
-            }
+            let first = task * POSITIONS_PER_TASK;
+            self.kernels.index_scores(queries, weights, keys.part(first, scores.len()), scale, scores);
         });
     }
 }

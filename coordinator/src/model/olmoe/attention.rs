@@ -1,5 +1,7 @@
 //! Grouped-query attention over a key and value cache (docs/model.md §14).
 
+use shimmer_common::kernels::{RowsMut, RowsRef};
+
 use super::Olmoe;
 use super::weights::Layer;
 use crate::model::rows::{Rows, activations, for_each_chunk, project};
@@ -43,25 +45,31 @@ impl Olmoe {
     /// Attention outputs of all heads, `[rows, hidden_size]`.
     fn attend(&self, q: &Rows, step: &Step, kv: &Rows) -> Rows {
         let mut out = Rows::zeroed(q.rows(), q.width);
+        let (kv_heads, head_dim) = (self.config.num_key_value_heads, self.head_dim);
+        let heads_per_key = self.config.num_attention_heads / kv_heads;
         let work = step.visible_total() * 2 * q.width;
-        for_each_chunk(&mut out.data, q.width, work, |r, out| {
-            let heads_per_key = self.config.num_attention_heads / self.config.num_key_value_heads;
+        for_each_chunk(&mut out.data, heads_per_key * head_dim, work, |i, out| {
+            let (r, kv_head) = (i / kv_heads, i % kv_heads);
             let visible = step.visible(r);
-            let mut scores = vec![0.0; visible.len()];
-            let heads = q.row(r).chunks(self.head_dim).zip(out.chunks_mut(self.head_dim));
-            for (h, (query, out)) in heads.enumerate() {
-                let key_at = h / heads_per_key * self.head_dim;
-                let value_at = kv.width / 2 + key_at;
-                for (score, &t) in scores.iter_mut().zip(visible) {
-                    let key = &kv.row(t as usize)[key_at..][..self.head_dim];
-                    *score = self.kernels.dot(query, key) * self.scale;
-                }
-                self.kernels.softmax(&mut scores);
-                for (&weight, &t) in scores.iter().zip(visible) {
-                    let value = &kv.row(t as usize)[value_at..][..self.head_dim];
-                    self.kernels.axpy(weight, value, out);
-                }
-            }
+            let cached = |at| RowsRef::select(&kv.data[at..], kv.width, head_dim, visible);
+            let mut scores = vec![0.0; heads_per_key * visible.len()];
+            self.kernels.dots(
+                RowsRef::new(
+                    &q.row(r)[kv_head * heads_per_key * head_dim..],
+                    head_dim,
+                    head_dim,
+                    heads_per_key,
+                ),
+                cached(kv_head * head_dim),
+                self.scale,
+                RowsMut::new(&mut scores, visible.len()),
+            );
+            scores.chunks_mut(visible.len()).for_each(|head| self.kernels.softmax(head));
+            self.kernels.accumulate(
+                RowsRef::new(&scores, visible.len(), visible.len(), heads_per_key),
+                cached(kv.width / 2 + kv_head * head_dim),
+                RowsMut::new(out, head_dim),
+            );
         });
         out
     }

@@ -1,0 +1,628 @@
+//! Many rows against many rows: attention scores, weighted sums of cached rows, and the same two with the
+//! rows of a stored matrix.
+//!
+//! Every value is that of the plain formulas: a score is one rule-N3 dot product, a weighted sum joins its rows
+//! one by one in ascending order by fused multiply-add. Only what is kept in registers meanwhile differs.
+
+use super::Kernels;
+use super::ops::{FloatOp, Ops};
+use crate::math::{LANES, Stripes, dot_body};
+use crate::quant::decode::decode_row_body;
+use crate::quant::{Format, MatrixRef};
+
+/// Rows of equal length somewhere in a buffer: row `i` starts at value `index[i] · stride`, without an index
+/// at `i · stride`.
+#[derive(Clone, Copy, Debug)]
+pub struct RowsRef<'a> {
+    data: &'a [f32],
+    stride: usize,
+    width: usize,
+    count: usize,
+    index: Option<&'a [u32]>,
+}
+
+impl<'a> RowsRef<'a> {
+    /// `count` rows of `width` values, one every `stride` values of `data`.
+    ///
+    /// # Panics
+    /// When the last row does not lie in `data`.
+    pub fn new(data: &'a [f32], stride: usize, width: usize, count: usize) -> Self {
+        assert!(count == 0 || (count - 1) * stride + width <= data.len(), "rows lie in their buffer");
+        Self { data, stride, width, count, index: None }
+    }
+
+    /// As [`RowsRef::new`] with the rows at `index`.
+    ///
+    /// # Panics
+    /// Later, when a row that is used does not lie in `data`.
+    pub fn select(data: &'a [f32], stride: usize, width: usize, index: &'a [u32]) -> Self {
+        Self { data, stride, width, count: index.len(), index: Some(index) }
+    }
+
+    /// Number of rows.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Values per row.
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// Row `i`.
+    #[inline(always)]
+    fn row(&self, i: usize) -> &'a [f32] {
+        let at = self.index.map_or(i, |index| index[i] as usize) * self.stride;
+        &self.data[at..at + self.width]
+    }
+}
+
+/// Output rows, one every `stride` values.
+#[derive(Debug)]
+pub struct RowsMut<'a> {
+    data: &'a mut [f32],
+    stride: usize,
+}
+
+impl<'a> RowsMut<'a> {
+    /// Rows that start every `stride` values of `data`.
+    pub fn new(data: &'a mut [f32], stride: usize) -> Self {
+        Self { data, stride }
+    }
+
+    /// `len` values of row `i` from column `at` on.
+    #[inline(always)]
+    fn part(&mut self, i: usize, at: usize, len: usize) -> &mut [f32] {
+        &mut self.data[i * self.stride + at..][..len]
+    }
+}
+
+/// Consecutive rows of a matrix, used as floats whatever their format.
+#[derive(Clone, Copy, Debug)]
+pub struct StoredRows<'a> {
+    matrix: MatrixRef<'a>,
+    first: usize,
+    count: usize,
+}
+
+impl<'a> StoredRows<'a> {
+    /// Rows `first .. first + count` of `matrix`.
+    ///
+    /// # Panics
+    /// When the matrix has fewer rows.
+    pub fn new(matrix: MatrixRef<'a>, first: usize, count: usize) -> Self {
+        assert!(first + count <= matrix.rows, "rows {first}..{} exist", first + count);
+        Self { matrix, first, count }
+    }
+}
+
+/// The operations of this module, run by [`FloatOp::Attention`].
+#[derive(Debug)]
+pub(super) enum AttentionOp<'a> {
+    /// `out[i, j] = (a[i] · b[j]) · scale`.
+    Dots { a: RowsRef<'a>, b: RowsRef<'a>, scale: f32, out: RowsMut<'a> },
+    /// `out[i] += Σ_j weights[i, j] · rows[j]`.
+    Accumulate { weights: RowsRef<'a>, rows: RowsRef<'a>, out: RowsMut<'a> },
+    /// As `Dots` with scale 1 and stored rows in place of `b`.
+    StoredDots { a: RowsRef<'a>, w: StoredRows<'a>, out: RowsMut<'a> },
+    /// As `Accumulate` with stored rows.
+    StoredAccumulate { weights: RowsRef<'a>, w: StoredRows<'a>, out: RowsMut<'a> },
+    /// See [`Kernels::index_scores`].
+    IndexScores {
+        queries: RowsRef<'a>,
+        weights: &'a [f32],
+        keys: RowsRef<'a>,
+        scale: f32,
+        scratch: &'a mut Vec<f32>,
+        out: &'a mut [f32],
+    },
+}
+
+impl Kernels {
+    /// `out[i, j] = (a[i] · b[j]) · scale`, each product of rows by rule N3, rounded before it is scaled.
+    ///
+    /// # Panics
+    /// When rows differ in length or `out` is too small (as the operations below).
+    pub fn dots(self, a: RowsRef<'_>, b: RowsRef<'_>, scale: f32, out: RowsMut<'_>) {
+        self.attention(AttentionOp::Dots { a, b, scale, out });
+    }
+
+    /// `out[i] += Σ_j weights[i, j] · rows[j]`, j ascending, by fused multiply-add.
+    pub fn accumulate(self, weights: RowsRef<'_>, rows: RowsRef<'_>, out: RowsMut<'_>) {
+        self.attention(AttentionOp::Accumulate { weights, rows, out });
+    }
+
+    /// `out[i, j] = w[j] · a[i]`: [`Kernels::dots`] with decoded rows.
+    pub fn stored_dots(self, a: RowsRef<'_>, w: StoredRows<'_>, out: RowsMut<'_>) {
+        self.attention(AttentionOp::StoredDots { a, w, out });
+    }
+
+    /// `out[i] += Σ_j weights[i, j] · w[j]`: [`Kernels::accumulate`] with decoded rows.
+    pub fn stored_accumulate(self, weights: RowsRef<'_>, w: StoredRows<'_>, out: RowsMut<'_>) {
+        self.attention(AttentionOp::StoredAccumulate { weights, w, out });
+    }
+
+    /// `out[t] = Σ_j weights[j] · max((queries[j] · keys[t]) · scale, 0)`, j ascending from +0, every product
+    /// and sum rounded on its own.
+    pub fn index_scores(
+        self,
+        queries: RowsRef<'_>,
+        weights: &[f32],
+        keys: RowsRef<'_>,
+        scale: f32,
+        out: &mut [f32],
+    ) {
+        let scratch = &mut Vec::new();
+        self.attention(AttentionOp::IndexScores { queries, weights, keys, scale, scratch, out });
+    }
+
+    fn attention(self, op: AttentionOp<'_>) {
+        let ops: &dyn Ops = self.ops;
+        ops.float(FloatOp::Attention(op));
+    }
+}
+
+impl AttentionOp<'_> {
+    /// Runs the operation with the instructions enabled where this is inlined.
+    #[inline(always)]
+    pub(super) fn run<S: Stripes>(self, s: S) {
+        match self {
+            AttentionOp::Dots { a, b, scale, mut out } => dots(s, a, b, scale, 0, &mut out),
+            AttentionOp::Accumulate { weights, rows, mut out } => accumulate(s, weights, 0, rows, &mut out),
+            AttentionOp::StoredDots { a, w, mut out } => stored_dots(s, a, w, &mut out),
+            AttentionOp::StoredAccumulate { weights, w, mut out } => {
+                stored_accumulate(s, weights, w, &mut out);
+            }
+            AttentionOp::IndexScores { queries, weights, keys, scale, scratch, out } => {
+                index_scores(s, queries, weights, keys, scale, scratch, out);
+            }
+        }
+    }
+}
+
+/// See [`Kernels::dots`]; writes from column `at` of `out` on.
+#[inline(always)]
+fn dots<S: Stripes>(s: S, a: RowsRef<'_>, b: RowsRef<'_>, scale: f32, at: usize, out: &mut RowsMut<'_>) {
+    assert!(a.width == b.width || a.count == 0 || b.count == 0, "dot products take rows of one length");
+    if S::WIDE {
+        tiled_dots::<S, 4>(s, a, b, scale, at, out);
+    } else {
+        tiled_dots::<S, 2>(s, a, b, scale, at, out);
+    }
+}
+
+/// Rows of `b` that stay in the first cache while all rows of `a` pass by: two tiles.
+const TILES_IN_CACHE: usize = 2;
+
+/// Tiles of `M` rows of `a` with 4 rows of `b`.
+#[inline(always)]
+fn tiled_dots<S: Stripes, const M: usize>(
+    s: S,
+    a: RowsRef<'_>,
+    b: RowsRef<'_>,
+    scale: f32,
+    at: usize,
+    out: &mut RowsMut<'_>,
+) {
+    let wide = if S::WIDE { 4 } else { 2 };
+    let block = wide * TILES_IN_CACHE;
+    for first in (0..b.count).step_by(block) {
+        let end = b.count.min(first + block);
+        let whole = first + (end - first) / 4 * 4;
+        let mut i = 0;
+        while i < a.count {
+            let rows = if a.count - i >= M { M } else { 1 };
+            for j in (first..whole).step_by(4) {
+                let b = [b.row(j), b.row(j + 1), b.row(j + 2), b.row(j + 3)];
+                if rows == M {
+                    let tile = dot_tile::<S, M>(s, std::array::from_fn(|k| a.row(i + k)), b);
+                    for (k, dots) in tile.into_iter().enumerate() {
+                        out.part(i + k, at + j, 4).copy_from_slice(&dots.map(|dot| dot * scale));
+                    }
+                } else {
+                    let [dots] = dot_tile::<S, 1>(s, [a.row(i)], b);
+                    out.part(i, at + j, 4).copy_from_slice(&dots.map(|dot| dot * scale));
+                }
+            }
+            for k in i..i + rows {
+                for j in whole..end {
+                    out.part(k, at + j, 1)[0] = dot_body(s, a.row(k), b.row(j)) * scale;
+                }
+            }
+            i += rows;
+        }
+    }
+}
+
+/// `M × 4` dot products side by side.
+#[inline(always)]
+fn dot_tile<S: Stripes, const M: usize>(s: S, a: [&[f32]; M], b: [&[f32]; 4]) -> [[f32; 4]; M] {
+    let len = b[0].len();
+    let a = a.map(|row| &row[..len]);
+    let b = b.map(|row| &row[..len]);
+    let mut acc = [[s.zero(); 4]; M];
+    let a_chunks = a.map(|row| row.as_chunks::<LANES>().0);
+    let b_chunks = b.map(|row| row.as_chunks::<LANES>().0);
+    for c in 0..len / LANES {
+        let b: [S::Acc; 4] = std::array::from_fn(|j| s.load(&b_chunks[j][c]));
+        for (a, acc) in a_chunks.iter().zip(&mut acc) {
+            let a = s.load(&a[c]);
+            for (b, acc) in b.iter().zip(acc) {
+                *acc = s.mul_add(a, *b, *acc);
+            }
+        }
+    }
+    if !len.is_multiple_of(LANES) {
+        let tail = |row: &[f32]| s.load(&crate::math::load_lanes(row.as_chunks::<LANES>().1));
+        let b = b.map(tail);
+        for (a, acc) in a.into_iter().map(tail).zip(&mut acc) {
+            for (b, acc) in b.iter().zip(acc) {
+                *acc = s.mul_add(a, *b, *acc);
+            }
+        }
+    }
+    acc.map(|acc| s.tree4(acc))
+}
+
+/// Rows joined in one go while a tile of the sums is in registers: what these rows have in a tile's columns
+/// fits the first cache.
+const ROWS_PER_BLOCK: usize = 64;
+
+/// See [`Kernels::accumulate`]; `weights` are taken from column `at` on.
+#[inline(always)]
+fn accumulate<S: Stripes>(s: S, weights: RowsRef<'_>, at: usize, rows: RowsRef<'_>, out: &mut RowsMut<'_>) {
+    if S::WIDE {
+        tiled_accumulate::<S, 4, 4>(s, weights, at, rows, out);
+    } else {
+        tiled_accumulate::<S, 2, 2>(s, weights, at, rows, out);
+    }
+}
+
+/// Tiles of `M` sums and `16 · C` columns.
+#[inline(always)]
+fn tiled_accumulate<S: Stripes, const M: usize, const C: usize>(
+    s: S,
+    weights: RowsRef<'_>,
+    at: usize,
+    rows: RowsRef<'_>,
+    out: &mut RowsMut<'_>,
+) {
+    let chunks = rows.width / LANES;
+    let mut chunk = 0;
+    while chunk < chunks {
+        let wide = chunks - chunk >= C;
+        for first in (0..rows.count).step_by(ROWS_PER_BLOCK) {
+            let block = Block { first, end: rows.count.min(first + ROWS_PER_BLOCK), chunk, at };
+            let mut i = 0;
+            while i < weights.count {
+                let tall = weights.count - i >= M;
+                match (tall, wide) {
+                    (true, true) => accumulate_tile::<S, M, C>(s, weights, i, rows, block, out),
+                    (true, false) => accumulate_tile::<S, M, 1>(s, weights, i, rows, block, out),
+                    (false, true) => accumulate_tile::<S, 1, C>(s, weights, i, rows, block, out),
+                    (false, false) => accumulate_tile::<S, 1, 1>(s, weights, i, rows, block, out),
+                }
+                i += if tall { M } else { 1 };
+            }
+        }
+        chunk += if wide { C } else { 1 };
+    }
+    let tail = chunks * LANES;
+    if tail < rows.width {
+        for i in 0..weights.count {
+            let (weights, out) = (&weights.row(i)[at..], out.part(i, tail, rows.width - tail));
+            for (j, &weight) in weights[..rows.count].iter().enumerate() {
+                for (y, &x) in out.iter_mut().zip(&rows.row(j)[tail..]) {
+                    *y = weight.mul_add(x, *y);
+                }
+            }
+        }
+    }
+}
+
+/// Which part of the rows a tile joins.
+#[derive(Clone, Copy)]
+struct Block {
+    /// First row.
+    first: usize,
+    /// One past the last row.
+    end: usize,
+    /// First chunk of 16 columns.
+    chunk: usize,
+    /// Column of the first row's weight.
+    at: usize,
+}
+
+/// Joins the block's rows to sums `i .. i + M`, `C` chunks wide.
+#[inline(always)]
+fn accumulate_tile<S: Stripes, const M: usize, const C: usize>(
+    s: S,
+    weights: RowsRef<'_>,
+    i: usize,
+    rows: RowsRef<'_>,
+    block: Block,
+    out: &mut RowsMut<'_>,
+) {
+    let column = block.chunk * LANES;
+    let weights: [&[f32]; M] =
+        std::array::from_fn(|m| &weights.row(i + m)[block.at + block.first..block.at + block.end]);
+    let mut acc = [[s.zero(); C]; M];
+    for (m, acc) in acc.iter_mut().enumerate() {
+        let sums = out.part(i + m, column, C * LANES).as_chunks::<LANES>().0;
+        for (acc, sums) in acc.iter_mut().zip(sums) {
+            *acc = s.load(sums);
+        }
+    }
+    for k in 0..block.end - block.first {
+        let row = rows.row(block.first + k)[column..column + C * LANES].as_chunks::<LANES>().0;
+        let row: [S::Acc; C] = std::array::from_fn(|c| s.load(&row[c]));
+        for (weights, acc) in weights.iter().zip(&mut acc) {
+            let weight = s.splat(weights[k]);
+            for (row, acc) in row.iter().zip(acc) {
+                *acc = s.mul_add(weight, *row, *acc);
+            }
+        }
+    }
+    for (m, acc) in acc.into_iter().enumerate() {
+        let sums = out.part(i + m, column, C * LANES).as_chunks_mut::<LANES>().0;
+        for (acc, sums) in acc.into_iter().zip(sums) {
+            s.store(acc, sums);
+        }
+    }
+}
+
+/// Up to this many rows a stored matrix is decoded in registers; for more it is decoded once, into a buffer.
+const FUSED_ROWS_MAX: usize = 4;
+
+/// Rows decoded into the buffer at a time: with them it fits the second cache.
+const DECODED_ROWS: usize = 64;
+
+/// Values between the ends of decoded rows, so that a column of them does not fall into one set of the cache.
+const DECODED_GAP: usize = LANES;
+
+/// See [`Kernels::stored_dots`].
+#[inline(always)]
+fn stored_dots<S: Stripes>(s: S, a: RowsRef<'_>, w: StoredRows<'_>, out: &mut RowsMut<'_>) {
+    assert_eq!(a.width, w.matrix.cols, "dot products take rows of one length");
+    let fused = if S::WIDE { FUSED_ROWS_MAX } else { 2 };
+    if a.count <= fused && w.matrix.cols.is_multiple_of(LANES) {
+        match w.matrix.format {
+            Format::Int8Row => return fused_dots_of(s, a, Int8Rows(w), w.count, out),
+            Format::Bf16 => return fused_dots_of(s, a, Bf16Rows(w), w.count, out),
+            _ => {}
+        }
+    }
+    for_decoded(s, w, |first, rows| dots(s, a, rows, 1.0, first, out));
+}
+
+/// See [`Kernels::stored_accumulate`].
+#[inline(always)]
+fn stored_accumulate<S: Stripes>(s: S, weights: RowsRef<'_>, w: StoredRows<'_>, out: &mut RowsMut<'_>) {
+    if weights.count <= FUSED_ROWS_MAX && w.matrix.cols.is_multiple_of(LANES) {
+        match w.matrix.format {
+            Format::Int8Row => return fused_accumulate(s, weights, Int8Rows(w), w.count, out),
+            Format::Bf16 => return fused_accumulate(s, weights, Bf16Rows(w), w.count, out),
+            _ => {}
+        }
+    }
+    for_decoded(s, w, |first, rows| accumulate(s, weights, first, rows, out));
+}
+
+/// Calls `f` with the decoded rows, some at a time, and the number of those before them.
+#[inline(always)]
+fn for_decoded<S: Stripes>(s: S, w: StoredRows<'_>, mut f: impl FnMut(usize, RowsRef<'_>)) {
+    let cols = w.matrix.cols;
+    let stride = cols + DECODED_GAP;
+    let mut buffer = vec![0.0; DECODED_ROWS.min(w.count) * stride];
+    for first in (0..w.count).step_by(DECODED_ROWS) {
+        let count = DECODED_ROWS.min(w.count - first);
+        for (i, out) in buffer.chunks_exact_mut(stride).take(count).enumerate() {
+            decode(s, w.matrix, w.first + first + i, &mut out[..cols]);
+        }
+        f(first, RowsRef::new(&buffer, stride, cols, count));
+    }
+}
+
+/// Row `row` of `matrix`, the values of [`MatrixRef::decode_row`].
+#[inline(always)]
+fn decode<S: Stripes>(s: S, matrix: MatrixRef<'_>, row: usize, out: &mut [f32]) {
+    if matrix.format != Format::Int8Row {
+        return decode_row_body(&matrix, row, out);
+    }
+    let stored: &[i8] = bytemuck::cast_slice(matrix.row_weights(row));
+    let scale = matrix.row_scales(row)[0];
+    let (chunks, tail) = stored.as_chunks::<LANES>();
+    let (out_chunks, out_tail) = out.as_chunks_mut::<LANES>();
+    for (stored, out) in chunks.iter().zip(out_chunks) {
+        s.store(s.mul(s.load_i8(stored), s.splat(scale)), out);
+    }
+    for (stored, out) in tail.iter().zip(out_tail) {
+        *out = f32::from(*stored) * scale;
+    }
+}
+
+/// Stored rows that are decoded in registers.
+trait Decoded<S: Stripes>: Copy {
+    /// A row's chunks of 16 columns and what else they need.
+    type Row: Copy;
+
+    /// Row `i`.
+    fn row(self, i: usize) -> Self::Row;
+
+    /// Chunk `c` of a row.
+    fn chunk(s: S, row: Self::Row, c: usize) -> S::Acc;
+
+    /// Chunks per row.
+    fn chunks(self) -> usize;
+}
+
+/// [`Format::Int8Row`].
+#[derive(Clone, Copy)]
+struct Int8Rows<'a>(StoredRows<'a>);
+
+impl<'a, S: Stripes> Decoded<S> for Int8Rows<'a> {
+    type Row = (&'a [[i8; LANES]], f32);
+
+    #[inline(always)]
+    fn row(self, i: usize) -> Self::Row {
+        let StoredRows { matrix, first, .. } = self.0;
+        let stored: &[i8] = bytemuck::cast_slice(matrix.row_weights(first + i));
+        (stored.as_chunks().0, matrix.row_scales(first + i)[0])
+    }
+
+    #[inline(always)]
+    fn chunk(s: S, (chunks, scale): Self::Row, c: usize) -> S::Acc {
+        s.mul(s.load_i8(&chunks[c]), s.splat(scale))
+    }
+
+    #[inline(always)]
+    fn chunks(self) -> usize {
+        self.0.matrix.cols / LANES
+    }
+}
+
+/// [`Format::Bf16`].
+#[derive(Clone, Copy)]
+struct Bf16Rows<'a>(StoredRows<'a>);
+
+impl<'a, S: Stripes> Decoded<S> for Bf16Rows<'a> {
+    type Row = &'a [[u8; 2 * LANES]];
+
+    #[inline(always)]
+    fn row(self, i: usize) -> Self::Row {
+        self.0.matrix.row_weights(self.0.first + i).as_chunks().0
+    }
+
+    #[inline(always)]
+    fn chunk(s: S, chunks: Self::Row, c: usize) -> S::Acc {
+        use crate::quant::decode::{Bf16, ChunkDecoder};
+        s.load(&Bf16.decode(&chunks[c], c))
+    }
+
+    #[inline(always)]
+    fn chunks(self) -> usize {
+        self.0.matrix.cols / LANES
+    }
+}
+
+/// Chooses the tile for the number of rows.
+#[inline(always)]
+fn fused_dots_of<S: Stripes, D: Decoded<S>>(s: S, a: RowsRef<'_>, w: D, count: usize, out: &mut RowsMut<'_>) {
+    match a.count {
+        0 => {}
+        1 => fused_dots::<S, D, 1>(s, a, w, count, out),
+        2 => fused_dots::<S, D, 2>(s, a, w, count, out),
+        3 => fused_dots::<S, D, 3>(s, a, w, count, out),
+        _ => fused_dots::<S, D, 4>(s, a, w, count, out),
+    }
+}
+
+/// `R` rows with four stored rows at a time.
+#[inline(always)]
+fn fused_dots<S: Stripes, D: Decoded<S>, const R: usize>(
+    s: S,
+    a: RowsRef<'_>,
+    w: D,
+    count: usize,
+    out: &mut RowsMut<'_>,
+) {
+    let chunks = w.chunks();
+    let a: [&[[f32; LANES]]; R] = std::array::from_fn(|r| &a.row(r).as_chunks().0[..chunks]);
+    for first in (0..count).step_by(4) {
+        // Past the end the last row is computed again and not stored.
+        let w: [D::Row; 4] = std::array::from_fn(|j| w.row((first + j).min(count - 1)));
+        let mut acc = [[s.zero(); 4]; R];
+        for c in 0..chunks {
+            let w: [S::Acc; 4] = std::array::from_fn(|j| D::chunk(s, w[j], c));
+            for (a, acc) in a.iter().zip(&mut acc) {
+                let a = s.load(&a[c]);
+                for (w, acc) in w.iter().zip(acc) {
+                    *acc = s.mul_add(*w, a, *acc);
+                }
+            }
+        }
+        let len = 4.min(count - first);
+        for (r, acc) in acc.into_iter().enumerate() {
+            out.part(r, first, len).copy_from_slice(&s.tree4(acc)[..len]);
+        }
+    }
+}
+
+/// Stored rows joined in one go while they are decoded.
+const FUSED_BLOCK: usize = 8;
+
+/// See [`Kernels::stored_accumulate`].
+#[inline(always)]
+fn fused_accumulate<S: Stripes, D: Decoded<S>>(
+    s: S,
+    weights: RowsRef<'_>,
+    w: D,
+    count: usize,
+    out: &mut RowsMut<'_>,
+) {
+    let mut first = 0;
+    while count - first >= FUSED_BLOCK {
+        fused_accumulate_block::<S, D, FUSED_BLOCK>(s, weights, w, first, out);
+        first += FUSED_BLOCK;
+    }
+    while first < count {
+        fused_accumulate_block::<S, D, 1>(s, weights, w, first, out);
+        first += 1;
+    }
+}
+
+/// Joins stored rows `first .. first + B` to every sum.
+#[inline(always)]
+fn fused_accumulate_block<S: Stripes, D: Decoded<S>, const B: usize>(
+    s: S,
+    weights: RowsRef<'_>,
+    w: D,
+    first: usize,
+    out: &mut RowsMut<'_>,
+) {
+    let rows: [D::Row; B] = std::array::from_fn(|b| w.row(first + b));
+    for c in 0..w.chunks() {
+        let row: [S::Acc; B] = std::array::from_fn(|b| D::chunk(s, rows[b], c));
+        for r in 0..weights.count {
+            let weights: &[f32; B] = weights.row(r)[first..].first_chunk().expect("a weight per row");
+            let sums = &mut out.part(r, c * LANES, LANES).as_chunks_mut::<LANES>().0[0];
+            let mut acc = s.load(sums);
+            for (row, &weight) in row.iter().zip(weights) {
+                acc = s.mul_add(s.splat(weight), *row, acc);
+            }
+            s.store(acc, sums);
+        }
+    }
+}
+
+/// Keys scored before their products are weighted.
+const KEYS_PER_BLOCK: usize = 64;
+
+/// See [`Kernels::index_scores`].
+#[inline(always)]
+fn index_scores<S: Stripes>(
+    s: S,
+    queries: RowsRef<'_>,
+    weights: &[f32],
+    keys: RowsRef<'_>,
+    scale: f32,
+    scratch: &mut Vec<f32>,
+    out: &mut [f32],
+) {
+    assert!(out.len() == keys.count && weights.len() == queries.count, "a score per key, a weight per query");
+    scratch.resize(queries.count * KEYS_PER_BLOCK, 0.0);
+    for (block, out) in out.chunks_mut(KEYS_PER_BLOCK).enumerate() {
+        let first = block * KEYS_PER_BLOCK;
+        let keys = match keys.index {
+            Some(index) => RowsRef { index: Some(&index[first..]), count: out.len(), ..keys },
+            None => RowsRef { data: &keys.data[first * keys.stride..], count: out.len(), ..keys },
+        };
+        dots(s, queries, keys, scale, 0, &mut RowsMut::new(scratch, KEYS_PER_BLOCK));
+        out.fill(0.0);
+        for (dots, &weight) in scratch.chunks_exact(KEYS_PER_BLOCK).zip(weights) {
+            for (out, &dot) in out.iter_mut().zip(dots) {
+                *out += weight * dot.max(0.0);
+            }
+        }
+    }
+}
