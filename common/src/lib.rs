@@ -20,3 +20,4 @@ pub mod mem;
 pub mod profile;
 pub mod quant;
 pub mod size;
+pub mod synth;

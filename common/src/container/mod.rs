@@ -8,7 +8,7 @@ pub mod config;
 mod error;
 mod file;
 mod fingerprint;
-mod format;
+pub(crate) mod format;
 mod index;
 pub(crate) mod load;
 mod missing;
@@ -20,7 +20,7 @@ pub(crate) mod tensors;
 pub mod write;
 
 pub use error::{ContainerError, Problem};
-pub use summary::{ByteSums, Summary};
+pub use summary::{ByteSums, Summary, TokenBytes};
 pub use tensors::{Part, TensorShape};
 
 use std::path::{Path, PathBuf};
@@ -239,6 +239,11 @@ impl Container {
     /// Stored bytes by part of the model.
     pub fn bytes(&self) -> ByteSums {
         self.bytes
+    }
+
+    /// Stored bytes one token reads (context below `index_topk`, drafts not counted).
+    pub fn token_bytes(&self) -> TokenBytes {
+        summary::token_bytes(&self.config, &self.inner.resolved)
     }
 
     /// Bytes of every resolved dense tensor (weights and scales), for plans and progress bars.

@@ -71,6 +71,45 @@ impl ByteSums {
     }
 }
 
+/// Stored bytes one token reads, scales included.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TokenBytes {
+    /// Dense part: all of it but the embedding table (of which a token reads one row), the MTP layer and the
+    /// parts of the indexer that are idle while the context is below `index_topk`.
+    pub dense: u64,
+    /// Routed experts chosen in all main layers.
+    pub routed: u64,
+}
+
+impl TokenBytes {
+    /// Both together.
+    pub fn total(&self) -> u64 {
+        self.dense + self.routed
+    }
+}
+
+/// What one token reads.
+pub(super) fn token_bytes(config: &ModelConfig, resolved: &Resolved) -> TokenBytes {
+    let (tied, per_token) = match config {
+        ModelConfig::Glm(c) => (c.tie_word_embeddings, c.num_experts_per_tok),
+        ModelConfig::Olmoe(c) => (c.tie_word_embeddings, c.num_experts_per_tok),
+    };
+    let idle = |name: &str, dense: &Dense| match dense.part {
+        _ if dense.mtp => true,
+        Part::EmbeddingsHead => name == "model.embed_tokens.weight" && !tied,
+        Part::Indexer => !name.contains(".indexer.k_norm.") && !name.ends_with(".indexer.wk.weight"),
+        _ => false,
+    };
+    let read = resolved.dense.iter().filter(|(name, dense)| !idle(name, dense));
+    let mut sum = TokenBytes { dense: read.map(|(_, dense)| dense.bytes()).sum(), routed: 0 };
+    for experts in resolved.experts.iter().filter(|(layer, _)| resolved.mtp_layer != Some(**layer)) {
+        let bytes: u64 = experts.1.iter().flatten().map(|m| m.spec.bytes() as u64).sum();
+        // The mean over the layer's experts, in case their formats differ.
+        sum.routed += bytes * per_token as u64 / experts.1.len().max(1) as u64;
+    }
+    sum
+}
+
 /// Adds up the stored bytes by part.
 pub(super) fn byte_sums(resolved: &Resolved) -> ByteSums {
     let mut sums = ByteSums::default();

@@ -64,7 +64,7 @@ pub fn exp_f64(x: f64) -> f64 {
 }
 
 /// Natural logarithm of a positive, finite, normal number, relative error below 1e-15.
-pub(super) fn ln_f64(x: f64) -> f64 {
+pub(crate) fn ln_f64(x: f64) -> f64 {
     let bits = x.to_bits();
     let mut exponent = (bits >> 52) as i64 - 1023;
     let mut mantissa = f64::from_bits((bits & ((1 << 52) - 1)) | (1023 << 52));

@@ -15,7 +15,7 @@ mod rope;
 mod select;
 
 pub use exp::{exp, exp_f64, sigmoid, silu};
-pub(crate) use exp::{sigmoid_body, silu_mul_body};
+pub(crate) use exp::{ln_f64, sigmoid_body, silu_mul_body};
 pub use norm::{layer_norm, rms_norm, softmax};
 pub(crate) use norm::{layer_norm_body, rms_norm_body, softmax_body};
 pub(crate) use reduce::{

@@ -33,6 +33,7 @@ mod run;
 mod sampling_args;
 mod score;
 mod serve;
+mod synth;
 mod tensor_file;
 
 use std::ffi::OsString;
@@ -92,6 +93,8 @@ enum Command {
     Score(Box<score::ScoreArgs>),
     /// Turn a Hugging Face checkpoint into a quantised container
     Convert(convert::ConvertArgs),
+    /// Write a random model of any shape, to measure with
+    Synth(Box<synth::SynthArgs>),
     /// Write an expert pack from a container
     Pack(pack::PackArgs),
     /// What would go where and how fast it might be, from headers only
@@ -144,6 +147,7 @@ fn dispatch(command: Command, clap: &clap::Command, argv: &[OsString]) -> Result
         Command::Serve(args) => serve::run(&args),
         Command::Score(args) => score::run(&args),
         Command::Convert(args) => convert::run(&args),
+        Command::Synth(args) => synth::run(&args),
         Command::Pack(args) => pack::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Doctor(args) => doctor::run(&args),
