@@ -4,7 +4,6 @@
 //! one, so a cold disk read or a long prefill never delays liveness.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
@@ -80,8 +79,7 @@ impl Compute {
         threads: usize,
         alive: mpsc::Sender<()>,
     ) -> Result<Self, NodeError> {
-        let reads = Arc::new(TimedSource { inner: source, read_us: AtomicU64::new(0) });
-        let store = LocalStore::new(reads.clone(), kernels, profile, ram_bytes)?;
+        let store = LocalStore::new(source, kernels, profile, ram_bytes)?;
         let (jobs, queue) = mpsc::channel::<Job>();
         let (started, ready) = mpsc::channel();
         std::thread::Builder::new()
@@ -94,9 +92,9 @@ impl Compute {
                 let _ = started.send(failed);
                 let Ok(pool) = pool else { return };
                 while let Ok(job) = queue.recv() {
-                    pool.install(|| work(&store, &reads, job));
+                    pool.install(|| work(&store, job));
                 }
-                drop((store, reads));
+                drop(store);
                 drop(alive);
             })
             .map_err(|e| NodeError::Machine {
@@ -120,7 +118,7 @@ impl Compute {
 }
 
 /// Computes one job and sends its answer.
-fn work(store: &LocalStore, reads: &TimedSource, job: Job) {
+fn work(store: &LocalStore, job: Job) {
     let begun = Instant::now();
     let queued = begun.duration_since(job.received);
     let id = job.dispatch.id;
@@ -128,7 +126,7 @@ fn work(store: &LocalStore, reads: &TimedSource, job: Job) {
     if job.answers.is_closed() {
         return;
     }
-    let read_before = reads.read_us.load(Ordering::Relaxed);
+    let waited_before = store.stats().wait_us;
     let outcome = if job.cancelled.take(id) || expired {
         Err(failure(v1::ErrorCode::Expired, "the deadline passed before work began"))
     } else {
@@ -141,8 +139,7 @@ fn work(store: &LocalStore, reads: &TimedSource, job: Job) {
             Err(failure) => v1::reply::Outcome::Failure(failure),
         }),
         queue_us: micros(queued),
-        disk_us: u32::try_from(reads.read_us.load(Ordering::Relaxed).saturating_sub(read_before))
-            .unwrap_or(u32::MAX),
+        disk_us: u32::try_from(store.stats().wait_us.saturating_sub(waited_before)).unwrap_or(u32::MAX),
         compute_us: micros(begun.elapsed()),
     };
     // A closed stream means that the coordinator has gone on without us.
@@ -174,31 +171,4 @@ fn failure(code: v1::ErrorCode, sentence: &str) -> v1::Failure {
 
 fn micros(duration: Duration) -> u32 {
     u32::try_from(duration.as_micros()).unwrap_or(u32::MAX)
-}
-
-/// A source that adds up the time spent reading.
-struct TimedSource {
-    inner: Arc<dyn ExpertSource>,
-    read_us: AtomicU64,
-}
-
-impl ExpertSource for TimedSource {
-    fn layout(&self) -> &ExpertLayout {
-        self.inner.layout()
-    }
-
-    fn contains(&self, id: ExpertId) -> bool {
-        self.inner.contains(id)
-    }
-
-    fn read(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError> {
-        let begun = Instant::now();
-        let read = self.inner.read(id, record);
-        self.read_us.fetch_add(micros(begun.elapsed()).into(), Ordering::Relaxed);
-        read
-    }
-
-    fn describe(&self) -> String {
-        self.inner.describe()
-    }
 }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use shimmer_common::container::Fingerprint;
 use shimmer_common::experts::pack::{Pack, PackError, PackStore};
 use shimmer_common::experts::{ExpertError, ExpertId, ExpertLayout, ExpertSource};
+use shimmer_common::io::Segment;
 use tokio::sync::watch;
 use tonic::transport::Channel;
 
@@ -181,15 +182,19 @@ impl ExpertSource for Healing {
         self.store.contains(id)
     }
 
-    fn read(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError> {
-        let read = self.store.read(id, record);
-        if let Err(ExpertError::Damaged { .. }) = &read {
+    fn plan(&self, id: ExpertId) -> Result<Vec<Segment>, ExpertError> {
+        self.store.plan(id)
+    }
+
+    fn finish(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError> {
+        let finished = self.store.finish(id, record);
+        if let Err(ExpertError::Damaged { .. }) = &finished {
             match self.store.forget(id) {
                 Ok(()) => self.held_changed.send_modify(|n| *n += 1),
                 Err(error) => tracing::error!(%error, "a damaged record cannot be forgotten"),
             }
         }
-        read
+        finished
     }
 
     fn describe(&self) -> String {

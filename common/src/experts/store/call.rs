@@ -1,25 +1,28 @@
 //! The course of one call: claim slots, queue reads, compute in order of arrival, in waves where
 //! slots are short.
 
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Instant;
 
 use super::super::{ExpertError, ExpertWork};
 use super::cache::{Arrival, Outcome, Record, Wanted};
 use super::job::{Item, Job};
-use super::{LocalStore, read_record};
+use super::{Core, Why};
 use crate::fixed::FixedRows;
 use crate::kernels::Activations;
-use crate::mem::AlignedBuf;
+
+/// While slots are short, this many experts per thread are computed before slots are asked for again:
+/// few, so that the disk goes on soon, and enough to keep all threads busy.
+const WAVE_PER_THREAD: usize = 2;
 
 /// One layer's work in progress.
 pub(super) struct Call<'a> {
-    store: &'a LocalStore,
+    core: &'a Core,
+    number: u64,
     job: Job<'a>,
     /// Items without a slot so far.
     pending: Vec<usize>,
-    /// Items with a record, not yet computed.
+    /// Items with a record, not yet computed, in order of arrival.
     ready: Vec<(usize, Record)>,
     /// Number of items whose record will arrive.
     awaited: usize,
@@ -30,16 +33,18 @@ pub(super) struct Call<'a> {
 impl<'a> Call<'a> {
     /// Checks the work against the model and queues the first reads.
     pub(super) fn begin(
-        store: &'a LocalStore,
+        core: &'a Core,
         layer: u16,
         x: &'a Activations,
         work: &'a [ExpertWork],
     ) -> Result<Self, ExpertError> {
-        let job = Job::new(store.source.as_ref(), store.kernels, store.profile, layer, x, work)?;
+        let job = Job::new(core.source.as_ref(), core.kernels, core.profile, layer, x, work)?;
         let (sender, arrivals) = channel();
         let pending = (0..job.items.len()).collect();
-        let mut call = Self { store, job, pending, ready: Vec::new(), awaited: 0, arrivals, sender };
-        call.request();
+        let experts: Vec<u16> = job.items.iter().map(|item| item.id.index).collect();
+        let number = core.cache.begin(layer, &experts);
+        let mut call = Self { core, number, job, pending, ready: Vec::new(), awaited: 0, arrivals, sender };
+        call.request(Why::Demand);
         Ok(call)
     }
 
@@ -47,26 +52,39 @@ impl<'a> Call<'a> {
     pub(super) fn finish(mut self) -> Result<FixedRows, ExpertError> {
         loop {
             if !self.ready.is_empty() {
-                let ready = std::mem::take(&mut self.ready);
-                self.job.compute(&ready)?;
-                self.store.count_computed(ready.len());
+                self.compute()?;
+                self.take_arrived()?;
             } else if self.awaited > 0 {
                 self.receive()?;
-            } else if let Some(item) = self.pending.pop() {
-                // Every slot is held by other calls, and this one holds none: waiting for theirs
-                // could go on for ever.
-                let record = self.read_privately(item)?;
-                self.ready.push((item, record));
+            } else if !self.pending.is_empty() {
+                self.core.cache.wait_for_room(self.number);
+                self.request(Why::LastResort);
                 continue;
             } else {
-                return Ok(self.job.into_sums());
+                break;
             }
-            self.request();
+            self.request(Why::Demand);
         }
+        Ok(self.job.sums())
+    }
+
+    /// Computes what is ready, or a part of it while others wait for its slots.
+    fn compute(&mut self) -> Result<(), ExpertError> {
+        let count = if self.pending.is_empty() {
+            self.ready.len()
+        } else {
+            self.ready.len().min(WAVE_PER_THREAD * rayon::current_num_threads())
+        };
+        let batch: Vec<_> = self.ready.drain(..count).collect();
+        self.job.compute(&batch)?;
+        self.core.counters.computed(batch.len());
+        drop(batch);
+        self.core.cache.released(None);
+        Ok(())
     }
 
     /// Claims slots for as many pending items as possible and queues their reads.
-    fn request(&mut self) {
+    fn request(&mut self, why: Why) {
         if self.pending.is_empty() {
             return;
         }
@@ -75,44 +93,50 @@ impl<'a> Call<'a> {
             Wanted { item, id, record_bytes }
         };
         let wanted: Vec<_> = self.pending.drain(..).map(wanted).collect();
-        let claims = self.store.cache.claim(&wanted, &self.sender);
-        self.store.count_hits(claims.hits.len() + claims.awaited);
+        let claims = self.core.cache.claim(self.number, why, &wanted, &self.sender);
+        self.core.counters.claimed(claims.hits.len() + claims.awaited, claims.loads.len());
         self.awaited += claims.awaited + claims.loads.len();
         self.ready.extend(claims.hits);
         self.pending.extend(claims.refused);
-        for (item, buf) in claims.loads {
-            let Item { id, record_bytes, .. } = self.job.items[item];
-            self.store.load(id, record_bytes, buf);
+        for load in claims.loads {
+            debug_assert_eq!(load.why, Why::Demand);
+            self.core.submit(load);
         }
     }
 
     /// Waits for one record and takes whatever else has arrived by then.
     fn receive(&mut self) -> Result<(), ExpertError> {
-        // The call keeps a sender of its own, so the channel cannot close while it waits.
         let begun = Instant::now();
-        let mut next = self.arrivals.recv().ok();
-        self.store.counters.waited(begun.elapsed());
-        while let Some(Arrival { item, outcome }) = next {
-            self.awaited -= 1;
-            match outcome {
-                Outcome::Ready(record) => self.ready.push((item, record)),
-                Outcome::Failed(error) => return Err(error),
-                Outcome::Retry => self.pending.push(item),
-            }
-            next = self.arrivals.try_recv().ok();
+        // The call keeps a sender of its own, so the channel cannot close while it waits.
+        let first = self.arrivals.recv();
+        self.core.counters.waited(begun.elapsed());
+        if let Ok(first) = first {
+            self.take(first)?;
+        }
+        self.take_arrived()
+    }
+
+    fn take_arrived(&mut self) -> Result<(), ExpertError> {
+        while let Ok(arrival) = self.arrivals.try_recv() {
+            self.take(arrival)?;
         }
         Ok(())
     }
 
-    fn read_privately(&self, item: usize) -> Result<Record, ExpertError> {
-        let Item { id, record_bytes, .. } = self.job.items[item];
-        let source = self.store.source.as_ref();
-        let mut buf = AlignedBuf::zeroed(record_bytes).map_err(|error| ExpertError::Read {
-            id,
-            path: source.describe().into(),
-            source: error,
-        })?;
-        read_record(source, &self.store.counters, id, record_bytes, &mut buf)?;
-        Ok(Arc::new(buf))
+    fn take(&mut self, Arrival { item, outcome }: Arrival) -> Result<(), ExpertError> {
+        self.awaited -= 1;
+        match outcome {
+            Outcome::Ready(record) => self.ready.push((item, record)),
+            Outcome::Failed(error) => return Err(error),
+            Outcome::Retry => self.pending.push(item),
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Call<'_> {
+    fn drop(&mut self) {
+        self.ready.clear();
+        self.core.cache.released(Some(self.number));
     }
 }

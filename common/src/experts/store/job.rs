@@ -150,8 +150,8 @@ impl<'a> Job<'a> {
         added.map_err(|source| ExpertError::Compute { id: *id, source })
     }
 
-    /// The sums of everything computed.
-    pub(super) fn into_sums(self) -> FixedRows {
+    /// The sums of everything computed, once.
+    pub(super) fn sums(&self) -> FixedRows {
         self.sums.total()
     }
 }
@@ -177,8 +177,9 @@ impl SumPool {
         result
     }
 
-    fn total(self) -> FixedRows {
-        let mut parts = self.idle.into_inner().unwrap_or_else(PoisonError::into_inner).into_iter();
+    fn total(&self) -> FixedRows {
+        let parts = std::mem::take(&mut *self.idle.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut parts = parts.into_iter();
         let mut total =
             parts.next().unwrap_or_else(|| FixedRows::zeroed(self.rows, self.cols, self.fraction_bits));
         parts.for_each(|part| total.merge(&part));

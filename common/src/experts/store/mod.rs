@@ -1,38 +1,57 @@
-//! The local expert store: a RAM budget of cached slots over an [`ExpertSource`].
+//! The local expert store: a RAM budget of cached records over an [`ExpertSource`].
 //!
 //! A call asks the cache for its experts, queues every miss at once, runs the caller's
 //! `meanwhile` while the disk works, computes what is resident and then goes on in order of arrival.
 //! Experts that found no slot wait for the next wave, when this call's own slots are free again.
 //! Sums are integers (rule N5), so neither order, budget nor the number of threads changes a bit.
 //!
-//! *Budget.* At most `ram_bytes` of slots are ever allocated. When every slot is held by other calls
-//! a call that holds none reads into one buffer of its own for as long as it runs: several calls
-//! never wait for each other's slots, hence cannot deadlock. Each thread that computes also holds one
-//! `[rows, hidden_size]` array of sums for the length of the call.
+//! | file | idea |
+//! |---|---|
+//! | `call` | the course of one call |
+//! | `job` | its arithmetic |
+//! | `cache` | what is in RAM, what is coming, who gives way |
+//! | `room` | where in the arena the next record goes |
+//! | `policy` | whose record is worth least |
+//! | `guesses` | what became of guesses, and whether the next is worth a read |
+//! | `keeper` | the thread that brings pinned experts into RAM |
+//! | `loader` | reading and checking in the background |
+//!
+//! *Budget.* All records lie in one arena of at most `ram_bytes`; nothing is ever read anywhere else. A
+//! call that finds no room computes what it holds, lets go of it and asks again; a call that holds nothing
+//! waits its turn, while those that hold something never wait for more: calls cannot deadlock. Each thread
+//! that computes also holds one `[rows, hidden_size]` array of sums for the length of the call.
 
 mod cache;
 mod call;
+mod guesses;
 mod job;
+mod keeper;
+mod loader;
 mod policy;
-mod readers;
+mod room;
 mod stats;
 
 pub use policy::{AgedFrequency, EvictionPolicy};
 pub use stats::StoreStats;
 
-use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
-use self::cache::Cache;
+use self::cache::{Cache, Load, Why};
 use self::call::Call;
-use self::readers::Readers;
+use self::keeper::{Keeper, Signal};
+use self::loader::Loader;
 use self::stats::Counters;
-use super::{ExpertCompute, ExpertError, ExpertId, ExpertLayout, ExpertSource, ExpertWork, RoutedBatch};
+use super::{
+    ExpertCompute, ExpertError, ExpertId, ExpertLayout, ExpertSource, ExpertWork, Lookahead, RoutedBatch,
+};
 use crate::fixed::FixedRows;
+use crate::io::{Class, IoOptions};
 use crate::kernels::{Activations, Kernels};
-use crate::mem::AlignedBuf;
+use crate::mem::Arena;
 use crate::profile::NumericProfile;
+
+/// Of a store that cannot hold everything, this part at most is pinned: calls need room to work in.
+const PINNED_PART: (usize, usize) = (7, 8);
 
 /// How a store is set up.
 pub struct StoreOptions {
@@ -40,23 +59,35 @@ pub struct StoreOptions {
     pub ram_bytes: usize,
     /// Who gives way when a slot is needed.
     pub policy: Box<dyn EvictionPolicy>,
+    /// How disks are read.
+    pub io: IoOptions,
 }
 
 impl StoreOptions {
     /// The default policy within `ram_bytes`.
     pub fn new(ram_bytes: usize) -> Self {
-        Self { ram_bytes, policy: Box::new(AgedFrequency::default()) }
+        Self { ram_bytes, policy: Box::new(AgedFrequency::default()), io: IoOptions::default() }
     }
 }
 
-/// Computes experts from a container or pack on this machine.
-pub struct LocalStore {
+/// What calls and the keeper share.
+struct Core {
     source: Arc<dyn ExpertSource>,
     kernels: Kernels,
     profile: NumericProfile,
     cache: Arc<Cache>,
     counters: Arc<Counters>,
-    readers: Readers,
+    signal: Arc<Signal>,
+    loader: Loader,
+    /// Experts of the model, and the bytes of all their records.
+    experts: usize,
+    all_bytes: usize,
+}
+
+/// Computes experts from a container or pack on this machine.
+pub struct LocalStore {
+    core: Arc<Core>,
+    _keeper: Keeper,
 }
 
 impl LocalStore {
@@ -83,36 +114,72 @@ impl LocalStore {
         profile: NumericProfile,
         options: StoreOptions,
     ) -> Result<Self, ExpertError> {
-        let StoreOptions { ram_bytes, policy } = options;
-        let needed_bytes = source.layout().max_record_bytes();
+        let StoreOptions { ram_bytes, policy, io } = options;
+        let layout = source.layout();
+        let needed_bytes = layout.max_record_bytes();
+        let budget_error = ExpertError::Budget { budget_bytes: ram_bytes, needed_bytes };
         if ram_bytes < needed_bytes || needed_bytes == 0 {
-            return Err(ExpertError::Budget { budget_bytes: ram_bytes, needed_bytes });
+            return Err(budget_error);
         }
-        Ok(Self {
+        let sizes = || layout.ids().filter_map(|id| layout.record_bytes(id));
+        let (experts, all_bytes) = (sizes().count(), sizes().fold(0, usize::saturating_add));
+        // Of address space more than everything would be idle; of RAM nothing is taken yet.
+        let arena = Arena::new(ram_bytes.min(all_bytes)).map_err(|_| budget_error)?;
+        let signal = Arc::new(Signal::default());
+        let core = Arc::new(Core {
+            loader: Loader::start(Arc::clone(&source), io),
             source,
             kernels,
             profile,
-            cache: Arc::new(Cache::new(ram_bytes, policy)),
+            cache: Arc::new(Cache::new(arena, policy)),
             counters: Arc::default(),
-            readers: Readers::start(),
-        })
+            signal: Arc::clone(&signal),
+            experts,
+            all_bytes,
+        });
+        let keeper = Keeper::start(&core, signal);
+        Ok(Self { core, _keeper: keeper })
     }
 
     /// Counters so far.
     pub fn stats(&self) -> StoreStats {
-        let (pinned, pinned_bytes, evictions) = self.cache.counts();
-        StoreStats { pinned, pinned_bytes, evictions, ..self.counters.read() }
+        let mut stats = self.core.counters.read();
+        stats.disk_busy_us = u64::try_from(self.core.loader.busy().as_micros()).unwrap_or(u64::MAX);
+        self.core.cache.count(&mut stats);
+        stats
     }
 
-    /// Makes `pins` the experts that are never evicted; those pinned before and not now become ordinary.
-    /// Experts the model lacks are ignored.
+    /// Makes `pins` the experts that are given up last, and brings them into RAM in the background, the
+    /// first ones first; those pinned before and not now become ordinary. Experts this machine does not
+    /// hold are ignored, as is what goes beyond seven eighths of the RAM when not everything fits.
     pub fn set_pins(&self, pins: &[ExpertId]) {
-        self.cache.set_pins(pins.iter().filter(|id| self.source.contains(**id)).copied());
+        let core = &self.core;
+        let limit = core.cache.capacity();
+        let mut left = if limit >= core.all_bytes { limit } else { limit / PINNED_PART.1 * PINNED_PART.0 };
+        let mut fits = |id: &ExpertId| {
+            let bytes = core.source.layout().record_bytes(*id).unwrap_or(usize::MAX);
+            let fits = core.source.contains(*id) && bytes <= left;
+            left -= if fits { bytes } else { 0 };
+            fits
+        };
+        core.cache.set_pins(pins.iter().copied().filter(|id| fits(id)).collect());
+        core.signal.wake();
+    }
+
+    /// Changes the RAM budget while running, up to what the store was opened with and down to one record.
+    /// Memory beyond it goes back to the system at once, or as soon as its records are computed.
+    pub fn set_ram_limit(&self, bytes: usize) {
+        self.core.cache.set_limit(bytes.max(self.core.source.layout().max_record_bytes()));
+    }
+
+    /// The RAM budget now, in bytes.
+    pub fn ram_limit(&self) -> usize {
+        self.core.cache.limit()
     }
 
     /// The source read from.
     pub fn source(&self) -> &Arc<dyn ExpertSource> {
-        &self.source
+        &self.core.source
     }
 
     /// Computes `work` of `layer` on the rows of `x` and returns `[x.rows, hidden_size]` sums: what
@@ -126,59 +193,55 @@ impl LocalStore {
         x: &Activations,
         work: &[ExpertWork],
     ) -> Result<FixedRows, ExpertError> {
-        Call::begin(self, layer, x, work)?.finish()
+        Call::begin(&self.core, layer, x, work)?.finish()
     }
+}
 
-    fn count_hits(&self, hits: usize) {
-        self.counters.hits.fetch_add(hits as u64, Ordering::Relaxed);
-    }
-
-    fn count_computed(&self, experts: usize) {
-        self.counters.computed.fetch_add(experts as u64, Ordering::Relaxed);
-    }
-
-    /// Queues the read of `id` into `buf`; whoever waits for it hears from the cache.
-    fn load(&self, id: ExpertId, record_bytes: usize, mut buf: AlignedBuf) {
-        let (source, cache, counters) =
-            (Arc::clone(&self.source), Arc::clone(&self.cache), Arc::clone(&self.counters));
-        self.readers.submit(Box::new(move || {
-            let read = read_record(source.as_ref(), &counters, id, record_bytes, &mut buf);
-            cache.finish(id, buf, read);
-        }));
+impl Core {
+    /// Queues a read; whoever waits for it hears from the cache.
+    fn submit(&self, load: Load) {
+        let Load { id, slot, why } = load;
+        let (cache, counters) = (Arc::clone(&self.cache), Arc::clone(&self.counters));
+        let signal = (why == Why::Pin).then(|| Arc::clone(&self.signal));
+        let done: loader::Done = Box::new(move |slot, read| {
+            if let Some(Ok(())) = read {
+                counters.was_read(slot.len());
+            }
+            cache.finish(id, slot, read);
+            if let Some(signal) = signal {
+                signal.wake();
+            }
+        });
+        let class = if why == Why::Demand { Class::Demand } else { Class::Prefetch };
+        if let Some(ticket) = self.loader.submit(id, slot, class, done) {
+            self.cache.submitted(id, ticket);
+        }
     }
 }
 
 impl ExpertCompute for LocalStore {
     fn compute(&self, batch: &RoutedBatch, meanwhile: &mut dyn FnMut()) -> Result<FixedRows, ExpertError> {
-        let call = Call::begin(self, batch.layer, &batch.x, &batch.work);
+        let call = Call::begin(&self.core, batch.layer, &batch.x, &batch.work);
         meanwhile();
         call?.finish()
     }
 
     fn layout(&self) -> &ExpertLayout {
-        self.source.layout()
+        self.core.source.layout()
     }
-}
 
-/// Reads one record; a panic of the source is an error like any other, or a waiter would never wake.
-fn read_record(
-    source: &dyn ExpertSource,
-    counters: &Counters,
-    id: ExpertId,
-    record_bytes: usize,
-    buf: &mut AlignedBuf,
-) -> Result<(), ExpertError> {
-    let failed = |what: &str| ExpertError::Read {
-        id,
-        path: source.describe().into(),
-        source: std::io::Error::other(what.to_owned()),
-    };
-    let record = buf.get_mut(..record_bytes).ok_or_else(|| failed("the record is larger than its slot"))?;
-    std::panic::catch_unwind(AssertUnwindSafe(|| source.read(id, record)))
-        .unwrap_or_else(|_| Err(failed("the reader panicked")))?;
-    counters.misses.fetch_add(1, Ordering::Relaxed);
-    counters.bytes_read.fetch_add(record_bytes as u64, Ordering::Relaxed);
-    Ok(())
+    fn prefetch(&self, ahead: &Lookahead) {
+        let source = &self.core.source;
+        let held = ahead.ids().filter(|id| source.contains(*id));
+        let experts: Vec<_> = held.filter_map(|id| Some((id, source.layout().record_bytes(id)?))).collect();
+        for load in self.core.cache.guess(ahead.layer, &experts) {
+            self.core.submit(load);
+        }
+    }
+
+    fn wants_lookahead(&self) -> bool {
+        self.core.cache.capacity() < self.core.all_bytes || self.core.cache.resident() < self.core.experts
+    }
 }
 
 #[cfg(test)]

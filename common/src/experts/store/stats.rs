@@ -43,14 +43,30 @@ pub struct StoreStats {
 /// The counters behind [`StoreStats`] that many threads add to.
 #[derive(Default)]
 pub(super) struct Counters {
-    pub computed: AtomicU64,
-    pub hits: AtomicU64,
-    pub misses: AtomicU64,
-    pub bytes_read: AtomicU64,
-    pub wait_us: AtomicU64,
+    computed: AtomicU64,
+    hits: AtomicU64,
+    misses: AtomicU64,
+    bytes_read: AtomicU64,
+    wait_us: AtomicU64,
 }
 
 impl Counters {
+    /// Adds experts asked for: found (or coming) and to be read.
+    pub fn claimed(&self, hits: usize, misses: usize) {
+        self.hits.fetch_add(hits as u64, Ordering::Relaxed);
+        self.misses.fetch_add(misses as u64, Ordering::Relaxed);
+    }
+
+    /// Adds experts computed.
+    pub fn computed(&self, experts: usize) {
+        self.computed.fetch_add(experts as u64, Ordering::Relaxed);
+    }
+
+    /// Adds bytes of a record that was read.
+    pub fn was_read(&self, bytes: usize) {
+        self.bytes_read.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
     /// Adds the time a call waited.
     pub fn waited(&self, time: Duration) {
         self.wait_us.fetch_add(u64::try_from(time.as_micros()).unwrap_or(u64::MAX), Ordering::Relaxed);

@@ -1,5 +1,10 @@
 //! Page-aligned memory for weights: anonymous maps, huge pages where the system offers them.
 
+mod arena;
+mod extents;
+
+pub use arena::{Arena, ArenaBuf};
+
 use std::ops::{Deref, DerefMut};
 
 use memmap2::MmapMut;

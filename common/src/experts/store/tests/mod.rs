@@ -1,7 +1,9 @@
 //! The store: equal bits for every budget, and its behaviour when things go wrong.
 
+mod ahead;
+
 use std::path::Path;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::*;
 use crate::container::Container;
@@ -9,6 +11,7 @@ use crate::experts::RoutedRow;
 use crate::experts::testing::{MemorySource, noise};
 use crate::ffn::expert_ffn;
 use crate::kernels::Isa;
+use crate::mem::AlignedBuf;
 use crate::quant::MatrixRef;
 
 const EXPERTS: usize = 12;
@@ -57,7 +60,7 @@ fn every_budget_gives_the_same_bits() {
             assert_eq!(meanwhile, 1);
             assert!(sums == reference(&source, batch), "{slots} slots, layer {}", batch.layer);
             assert!(sums == store.compute_work(batch.layer, &batch.x, &batch.work).unwrap());
-            assert!(store.cache.allocated_bytes() <= slots * source.layout.max_record_bytes());
+            assert!(store.core.cache.allocated_bytes() <= slots * source.layout.max_record_bytes());
         }
     }
 }
@@ -112,7 +115,7 @@ fn small_records_do_not_pay_for_the_largest() {
     let x = Activations::from_f32(noise(2, HIDDEN), HIDDEN).quantized();
     let large = RoutedBatch::from_routes(1, x, &[2], &[1.0], 1);
     assert_eq!(store.compute(&large, &mut || {}).unwrap(), reference(&source, &large));
-    assert!(store.cache.allocated_bytes() <= ram_bytes);
+    assert!(store.core.cache.allocated_bytes() <= ram_bytes);
 }
 
 #[test]
@@ -165,7 +168,7 @@ fn concurrent_calls_share_one_slot_without_waiting_for_each_other_for_ever() {
             });
         }
     });
-    assert!(store.cache.allocated_bytes() <= source.layout.max_record_bytes());
+    assert!(store.core.cache.allocated_bytes() <= source.layout.max_record_bytes());
 }
 
 #[test]
