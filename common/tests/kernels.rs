@@ -117,8 +117,17 @@ fn bits(x: &[f32]) -> Vec<u32> {
 }
 
 fn shapes() -> impl Strategy<Value = (usize, usize, usize)> {
-    let cols = prop_oneof![1usize..300, Just(64), Just(128), Just(131), Just(192), Just(512), Just(640)];
-    (1usize..8, cols, 1usize..6)
+    let cols = prop_oneof![
+        1usize..300,
+        Just(64),
+        Just(128),
+        Just(131),
+        Just(192),
+        Just(512),
+        Just(640),
+        1000usize..1400
+    ];
+    (1usize..12, cols, 1usize..12)
 }
 
 fn values() -> impl Strategy<Value = Values> {
@@ -224,22 +233,41 @@ fn integer_row(w: MatrixRef<'_>, row: usize, x: &QuantRows) -> f32 {
     let mut integers = vec![0.0; w.cols];
     MatrixRef { scales: &ones, ..w }.decode_row(row, &mut integers);
     let scales = w.row_scales(row);
-    let stripe_cols = if matches!(w.format, Format::Int4Row | Format::Int4Grouped { .. }) { 8 } else { 4 };
     let mut acc = [0.0f32; 16];
-    for stripe in 0..w.cols.div_ceil(stripe_cols) {
-        let first = stripe * stripe_cols;
-        let cols = first..w.cols.min(first + stripe_cols);
-        let sum: i32 = cols.map(|c| integers[c] as i32 * i32::from(x.values()[c])).sum();
-        let x_scale = x.scales()[first / 64];
-        let scale = match w.format {
-            Format::Int4Grouped { group } => scales[first / group as usize] * x_scale,
-            Format::Int3G64 => scales[first / 64] * x_scale,
-            _ => x_scale,
-        };
-        acc[stripe % 16] = (sum as f32).mul_add(scale, acc[stripe % 16]);
+    let product = |col: usize| integers.get(col).map_or(0, |&w| w as i32 * i32::from(x.values()[col]));
+    for g in 0..w.cols.div_ceil(256) * 4 {
+        let x_scale = x.scales().get(g).copied().unwrap_or(0.0);
+        for (part, stripe) in stripes(w.format).into_iter().enumerate() {
+            let sum: i32 = stripe.iter().map(|col| product(64 * g + col)).sum();
+            let scale = match w.format {
+                Format::Int4Grouped { group } => {
+                    let at = (64 * g + stripe[0]) / group as usize;
+                    scales.get(at).copied().unwrap_or(0.0) * x_scale
+                }
+                Format::Int3G64 => scales.get(g).copied().unwrap_or(0.0) * x_scale,
+                _ => x_scale,
+            };
+            let lane = &mut acc[g % 4 * 4 + part % 4];
+            *lane = (sum as f32).mul_add(scale, *lane);
+        }
     }
     let scaled_by_row = matches!(w.format, Format::Int8Row | Format::Int4Row | Format::Int2Row);
     if scaled_by_row { tree(acc) * scales[0] } else { tree(acc) }
+}
+
+/// The columns of a group's stripes, in the order in which they join their accumulators.
+fn stripes(format: Format) -> Vec<Vec<usize>> {
+    let columns = |s: usize, run: usize, step: usize| -> Vec<usize> {
+        (0..64).filter(|col| col % step / run == s).collect()
+    };
+    match format {
+        Format::Int4Grouped { group } if group % 64 != 0 => {
+            (0..8).map(|part| (8 * part..8 * part + 8).collect()).collect()
+        }
+        Format::Int4Row | Format::Int4Grouped { .. } => (0..4).map(|s| columns(s, 8, 32)).collect(),
+        Format::Int8Row => (0..4).map(|s| columns(s, 4, 16)).collect(),
+        _ => (0..4).map(|s| columns(s, 16, 64)).collect(),
+    }
 }
 
 fn float_row(w: MatrixRef<'_>, row: usize, x: &[f32]) -> f32 {

@@ -1,6 +1,9 @@
 //! Activation rows in the forms the kernels take: f32 and int8 with one scale per 64 columns (rule N1).
 
-use super::portable::padded;
+use std::sync::OnceLock;
+
+use super::arrange::Arranged;
+use super::code::Code;
 
 /// Columns per activation scale.
 pub const GROUP: usize = 64;
@@ -11,21 +14,15 @@ pub const GROUP: usize = 64;
 /// `q = clamp(round_half_even(x / scale), -127, 127)`; a group whose scale is 0 has `q = 0`. A group with
 /// a NaN or infinity has scale NaN and `q = 0`, so that every product with it is NaN instead of plausible.
 ///
-/// Beside the values in column order (the wire form) it keeps what the kernels would otherwise compute for
-/// every weight row: even and odd columns apart, in the order in which nibbles are stored, and the exact
-/// correction of unsigned weights per stripe.
+/// Beside the values in column order (the wire form) it keeps the orders in which the kernels take them, each
+/// made when it is first wanted.
 #[derive(Clone, Debug)]
 pub struct QuantRows {
     rows: usize,
     cols: usize,
     values: Vec<i8>,
     scales: Vec<f32>,
-    /// Per row and pair of groups: 32 even columns of the first, of the second, then the odd ones.
-    split: Vec<i8>,
-    /// Per row, group and stripe of 8 columns: `-8 · Σ q`; rows padded to an even number of groups.
-    nibble_offsets: Vec<i32>,
-    /// Per row, group and stripe of 4 columns: `-128 · Σ q`.
-    byte_offsets: Vec<i32>,
+    arranged: [OnceLock<Arranged>; Code::COUNT],
 }
 
 /// Equal shape, values and scales.
@@ -35,22 +32,6 @@ impl PartialEq for QuantRows {
             && self.values == other.values
             && self.scales == other.scales
     }
-}
-
-/// One row of [`QuantRows`] as the kernels read it; `groups` = `ceil(cols / 64)`, `pairs` = `ceil(groups / 2)`.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct QuantRow<'a> {
-    /// `[cols]`.
-    pub(super) values: &'a [i8],
-    /// `[groups]`.
-    pub(super) scales: &'a [f32],
-    /// `[pairs, 128]`, zero-padded.
-    pub(super) split: &'a [i8],
-    /// `[pairs, 16]`, zero-padded.
-    pub(super) nibble_offsets: &'a [i32],
-    /// `[groups, 16]`.
-    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only AVX-512 takes unsigned bytes"))]
-    pub(super) byte_offsets: &'a [i32],
 }
 
 impl QuantRows {
@@ -67,7 +48,7 @@ impl QuantRows {
                 scales.extend(x.chunks(GROUP).zip(q.chunks_mut(GROUP)).map(|(x, q)| quantize_group(x, q)));
             }
         }
-        Self::arrange(rows, cols, values, scales)
+        Self::new(rows, cols, values, scales)
     }
 
     /// Rebuilds rows from the wire: `values` is `[rows, cols]`, `scales` is `[rows, ceil(cols/64)]`.
@@ -77,30 +58,11 @@ impl QuantRows {
             && rows.checked_mul(cols.div_ceil(GROUP)) == Some(scales.len())
             && !values.contains(&i8::MIN)
             && scales.iter().all(|s| s.is_finite() && *s >= 0.0);
-        fits.then(|| Self::arrange(rows, cols, values, scales))
+        fits.then(|| Self::new(rows, cols, values, scales))
     }
 
-    /// Computes the derived arrangements of checked parts.
-    fn arrange(rows: usize, cols: usize, values: Vec<i8>, scales: Vec<f32>) -> Self {
-        let groups = cols.div_ceil(GROUP);
-        let pairs = groups.div_ceil(2);
-        let mut split = vec![0; rows * pairs * 2 * GROUP];
-        let mut nibble_offsets = vec![0; rows * pairs * 16];
-        let mut byte_offsets = vec![0; rows * groups * 16];
-        let row_groups = values.chunks_exact(cols.max(1)).map(|row| row.chunks(GROUP).enumerate());
-        for (row, row_groups) in row_groups.enumerate() {
-            for (g, q) in row_groups {
-                let q = padded(q, 0);
-                let pair = &mut split[(row * pairs + g / 2) * 2 * GROUP..][..2 * GROUP];
-                let (even, odd) = pair.split_at_mut(GROUP);
-                let half = g % 2 * GROUP / 2;
-                split_columns(&q, &mut even[half..][..GROUP / 2], &mut odd[half..][..GROUP / 2]);
-                let bytes = &mut byte_offsets[(row * groups + g) * 16..][..16];
-                let nibbles = &mut nibble_offsets[(row * pairs * 2 + g) * 8..][..8];
-                stripe_offsets(&q, nibbles, bytes);
-            }
-        }
-        Self { rows, cols, values, scales, split, nibble_offsets, byte_offsets }
+    fn new(rows: usize, cols: usize, values: Vec<i8>, scales: Vec<f32>) -> Self {
+        Self { rows, cols, values, scales, arranged: Default::default() }
     }
 
     /// Rows.
@@ -123,39 +85,10 @@ impl QuantRows {
         &self.scales
     }
 
-    /// One row as the kernels read it.
-    pub(super) fn row(&self, row: usize) -> QuantRow<'_> {
-        let groups = self.cols.div_ceil(GROUP);
-        let pairs = groups.div_ceil(2);
-        QuantRow {
-            values: part(&self.values, row, self.cols),
-            scales: part(&self.scales, row, groups),
-            split: part(&self.split, row, pairs * 2 * GROUP),
-            nibble_offsets: part(&self.nibble_offsets, row, pairs * 16),
-            byte_offsets: part(&self.byte_offsets, row, groups * 16),
-        }
-    }
-}
-
-/// Row `row` of a `[_, len]` buffer.
-fn part<T>(buffer: &[T], row: usize, len: usize) -> &[T] {
-    &buffer[row * len..(row + 1) * len]
-}
-
-/// Takes the even and the odd columns of a group apart.
-fn split_columns(q: &[i8; GROUP], even: &mut [i8], odd: &mut [i8]) {
-    for (([e, o], even), odd) in q.as_chunks::<2>().0.iter().zip(even).zip(odd) {
-        (*even, *odd) = (*e, *o);
-    }
-}
-
-/// `-8 · Σ q` of every stripe of 8 columns of a group, `-128 · Σ q` of every stripe of 4.
-fn stripe_offsets(q: &[i8; GROUP], nibbles: &mut [i32], bytes: &mut [i32]) {
-    for ((q, nibble), bytes) in q.as_chunks::<8>().0.iter().zip(nibbles).zip(bytes.as_chunks_mut::<2>().0) {
-        let q = q.map(i32::from);
-        let (first, second) = (q[0] + q[1] + q[2] + q[3], q[4] + q[5] + q[6] + q[7]);
-        *nibble = -8 * (first + second);
-        *bytes = [-128 * first, -128 * second];
+    /// The rows in the order of weights of `code`.
+    pub(super) fn arranged(&self, code: Code) -> &Arranged {
+        self.arranged[code as usize]
+            .get_or_init(|| Arranged::new(code, self.rows, self.cols, &self.values, &self.scales))
     }
 }
 
@@ -270,8 +203,6 @@ mod tests {
         let (values, scales) = (q.values().to_vec(), q.scales().to_vec());
         let again = QuantRows::from_parts(3, 70, values.clone(), scales.clone()).unwrap();
         assert_eq!(again, q);
-        assert_eq!(again.split, q.split);
-        assert_eq!(again.byte_offsets, q.byte_offsets);
 
         assert!(QuantRows::from_parts(2, 70, values.clone(), scales.clone()).is_none());
         assert!(QuantRows::from_parts(usize::MAX, 70, values.clone(), scales.clone()).is_none());
@@ -285,26 +216,5 @@ mod tests {
         values[5] = -128;
         assert!(QuantRows::from_parts(3, 70, values, scales).is_none());
         assert!(QuantRows::from_parts(0, 70, vec![], vec![]).is_some());
-    }
-
-    #[test]
-    fn arrangement_matches_the_columns() {
-        let values: Vec<i8> = (0..2 * 131).map(|i| (i * 91 % 255 - 127) as i8).collect();
-        let q = QuantRows::from_parts(2, 131, values.clone(), vec![1.0; 6]).unwrap();
-        let row = q.row(1);
-        let at = |col: usize| values[131..].get(col).copied().unwrap_or(0);
-        for col in 0..4 * 64 {
-            let (group, within) = (col / 64, col % 64);
-            let place = group / 2 * 128 + (within % 2) * 64 + (group % 2) * 32 + within / 2;
-            assert_eq!(row.split[place], at(col), "column {col}");
-        }
-        for stripe in 0..32 {
-            let sum: i32 = (0..8).map(|i| i32::from(at(8 * stripe + i))).sum();
-            assert_eq!(row.nibble_offsets[stripe], -8 * sum);
-        }
-        for stripe in 0..48 {
-            let sum: i32 = (0..4).map(|i| i32::from(at(4 * stripe + i))).sum();
-            assert_eq!(row.byte_offsets[stripe], -128 * sum);
-        }
     }
 }

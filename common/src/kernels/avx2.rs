@@ -1,13 +1,14 @@
-//! AVX2 kernels, and the portable bodies compiled with FMA.
+//! AVX2 kernels, and the portable ones compiled with FMA.
 
 use std::arch::x86_64::*;
 
-use super::activations::{GROUP, QuantRow, QuantRows};
-use super::ops::{FloatOp, NibbleScales, Ops};
-use super::portable::{chunk, int4_body, int8_body, padded};
+use super::engine::Engine;
+use super::integer::{IntTask, integer};
+use super::ops::{FloatOp, Ops};
+use super::portable::Portable;
 use crate::math::{LANES, PlainStripes, Stripes, tree16};
 
-/// The portable bodies with hardware fused multiply-add; exists only where the CPU has it.
+/// The portable kernels with hardware fused multiply-add; exists only where the CPU has it.
 #[derive(Debug)]
 struct PortableFma(());
 
@@ -28,41 +29,13 @@ pub(super) fn detect() -> Option<&'static dyn Ops> {
 }
 
 impl Ops for PortableFma {
-    fn int4(
-        &self,
-        weights: &[u8],
-        scales: NibbleScales<'_>,
-        x: &QuantRows,
-        x_rows: &[usize],
-        out: &mut [f32],
-    ) {
+    fn integer(&self, task: IntTask<'_, '_>) {
         #[target_feature(enable = "fma")]
-        fn with_fma(
-            weights: &[u8],
-            scales: NibbleScales<'_>,
-            x: &QuantRows,
-            x_rows: &[usize],
-            out: &mut [f32],
-        ) {
-            int4_body(weights, scales, x, x_rows, out);
+        fn with_fma(task: IntTask<'_, '_>) {
+            integer::<_, 1>(Portable, task);
         }
         // SAFETY: `self` exists only after `detect_fma` saw the feature.
-        unsafe { with_fma(weights, scales, x, x_rows, out) }
-    }
-
-    fn int8(&self, weights: &[i8], scales: Option<&[f32]>, x: &QuantRows, x_rows: &[usize], out: &mut [f32]) {
-        #[target_feature(enable = "fma")]
-        fn with_fma(
-            weights: &[i8],
-            scales: Option<&[f32]>,
-            x: &QuantRows,
-            x_rows: &[usize],
-            out: &mut [f32],
-        ) {
-            int8_body(weights, scales, x, x_rows, out);
-        }
-        // SAFETY: `self` exists only after `detect_fma` saw the feature.
-        unsafe { with_fma(weights, scales, x, x_rows, out) }
+        unsafe { with_fma(task) }
     }
 
     fn float(&self, op: FloatOp<'_>) {
@@ -76,25 +49,13 @@ impl Ops for PortableFma {
 }
 
 impl Ops for Avx2 {
-    fn int4(
-        &self,
-        weights: &[u8],
-        scales: NibbleScales<'_>,
-        x: &QuantRows,
-        x_rows: &[usize],
-        out: &mut [f32],
-    ) {
-        for (&row, out) in x_rows.iter().zip(out) {
-            // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
-            *out = unsafe { int4_dot(weights, scales, x.row(row)) };
+    fn integer(&self, task: IntTask<'_, '_>) {
+        #[target_feature(enable = "avx2,fma")]
+        fn with_avx2(engine: Avx2, task: IntTask<'_, '_>) {
+            integer::<_, 1>(engine, task);
         }
-    }
-
-    fn int8(&self, weights: &[i8], scales: Option<&[f32]>, x: &QuantRows, x_rows: &[usize], out: &mut [f32]) {
-        for (&row, out) in x_rows.iter().zip(out) {
-            // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
-            *out = unsafe { int8_dot(weights, scales, x.row(row)) };
-        }
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        unsafe { with_avx2(*self, task) }
     }
 
     fn float(&self, op: FloatOp<'_>) {
@@ -119,10 +80,12 @@ impl Stripes for Avx2 {
 
     #[inline(always)]
     fn fma(self, a: &[f32; LANES], b: &[f32; LANES], acc: Self::Acc) -> Self::Acc {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA; every load reads 8 of 16 floats.
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
         unsafe {
-            let half = |x: &[f32; LANES], i: usize| _mm256_loadu_ps(x.as_ptr().add(8 * i));
-            [_mm256_fmadd_ps(half(a, 0), half(b, 0), acc[0]), _mm256_fmadd_ps(half(a, 1), half(b, 1), acc[1])]
+            [
+                _mm256_fmadd_ps(load_ps(a, 0), load_ps(b, 0), acc[0]),
+                _mm256_fmadd_ps(load_ps(a, 1), load_ps(b, 1), acc[1]),
+            ]
         }
     }
 
@@ -184,96 +147,225 @@ impl Stripes for Avx2 {
     }
 }
 
-/// One nibble row with one activation row, one group of 64 columns (32 bytes) at a time.
-#[target_feature(enable = "avx2,fma")]
-fn int4_dot(weights: &[u8], scales: NibbleScales<'_>, x: QuantRow<'_>) -> f32 {
-    let (groups, tail) = weights.as_chunks::<{ GROUP / 2 }>();
-    let mut acc = [_mm256_setzero_ps(); 2];
-    for (g, w) in groups.iter().enumerate() {
-        acc[g % 2] = _mm256_fmadd_ps(int4_sums(w, g, x), stripe_scales(scales, g, x.scales[g]), acc[g % 2]);
+/// Vectors are pairs: the lanes of the first two groups of a quad, and those of the last two.
+impl Engine for Avx2 {
+    type Codes = [__m256i; 2];
+    /// i16 of small codes, i32 of int8.
+    type Sums = [__m256i; 2];
+    type Floats = [__m256; 2];
+
+    #[inline(always)]
+    fn int4(self, bytes: &[u8; 128]) -> [[__m256i; 2]; 4] {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        unsafe {
+            let low = |x| _mm256_and_si256(x, _mm256_set1_epi8(15));
+            let high = |x| low(_mm256_srli_epi16::<4>(x));
+            // The first and the last 16 bytes of the groups.
+            let first = halves(load(bytes, 0), load(bytes, 1));
+            let last = halves(load(bytes, 2), load(bytes, 3));
+            [
+                [low(first[0]), low(last[0])],
+                [high(first[0]), high(last[0])],
+                [low(first[1]), low(last[1])],
+                [high(first[1]), high(last[1])],
+            ]
+        }
     }
-    if !tail.is_empty() {
-        let g = groups.len();
-        let scale = stripe_scales(scales, g, x.scales[g]);
-        acc[g % 2] = _mm256_fmadd_ps(int4_sums(&padded(tail, 0), g, x), scale, acc[g % 2]);
+
+    #[inline(always)]
+    fn int8(self, bytes: &[u8; 256]) -> [[__m256i; 2]; 4] {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        unsafe {
+            // Group g is vectors 2g (columns 0–31) and 2g + 1.
+            let pair =
+                |g: usize, half: usize| halves(load(bytes, 2 * g + half), load(bytes, 2 * g + 2 + half));
+            let (a, b) = (pair(0, 0), pair(2, 0));
+            let (c, d) = (pair(0, 1), pair(2, 1));
+            [[a[0], b[0]], [a[1], b[1]], [c[0], d[0]], [c[1], d[1]]]
+        }
     }
-    tree(acc)
+
+    #[inline(always)]
+    fn int2(self, bytes: &[u8; 64]) -> [[__m256i; 2]; 4] {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        unsafe { zip(bit_pairs(load(bytes, 0)), bit_pairs(load(bytes, 1))) }
+    }
+
+    #[inline(always)]
+    fn int3(self, bytes: &[u8; 96]) -> [[__m256i; 2]; 4] {
+        let (groups, _) = bytes.as_chunks::<24>();
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        unsafe { zip(bit_triples(&groups[0], &groups[1]), bit_triples(&groups[2], &groups[3])) }
+    }
+
+    #[inline(always)]
+    fn load_codes(self, codes: &[u8; 64]) -> [__m256i; 2] {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        unsafe { [load(codes, 0), load(codes, 1)] }
+    }
+
+    #[inline(always)]
+    fn store_codes(self, codes: [__m256i; 2], out: &mut [u8; 64]) {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA; `out` is 64 writable bytes.
+        unsafe {
+            _mm256_storeu_si256(out.as_mut_ptr().cast(), codes[0]);
+            _mm256_storeu_si256(out.as_mut_ptr().add(32).cast(), codes[1]);
+        }
+    }
+
+    #[inline(always)]
+    fn splat_code(self, code: u8) -> [__m256i; 2] {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        unsafe { [_mm256_set1_epi8(code as i8); 2] }
+    }
+
+    #[inline(always)]
+    fn begin(self, _offsets: &[i32; LANES]) -> [__m256i; 2] {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        unsafe { [_mm256_setzero_si256(); 2] }
+    }
+
+    #[inline(always)]
+    fn add(self, bytes: bool, codes: [__m256i; 2], x: &[i8; 64], mut sums: [__m256i; 2]) -> [__m256i; 2] {
+        for i in 0..2 {
+            // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+            sums[i] = unsafe {
+                let x = load(x, i);
+                if bytes {
+                    // |w| ≤ 128 as unsigned times ±x with |x| ≤ 127: a pair is at most 32512, no saturation.
+                    let pairs =
+                        _mm256_maddubs_epi16(_mm256_abs_epi8(codes[i]), _mm256_sign_epi8(x, codes[i]));
+                    _mm256_add_epi32(sums[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
+                } else {
+                    // Four pairs of products are at most 4 · 2 · 15 · 127 in magnitude and fit an i16.
+                    _mm256_add_epi16(sums[i], _mm256_maddubs_epi16(codes[i], x))
+                }
+            };
+        }
+        sums
+    }
+
+    #[inline(always)]
+    fn finish(self, bytes: bool, sums: [__m256i; 2], offsets: &[i32; LANES]) -> [__m256; 2] {
+        let mut floats = Engine::splat(self, 0.0);
+        for i in 0..2 {
+            // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+            floats[i] = unsafe {
+                let values = if bytes {
+                    sums[i]
+                } else {
+                    let stripes = _mm256_madd_epi16(sums[i], _mm256_set1_epi16(1));
+                    _mm256_add_epi32(stripes, load(offsets, i))
+                };
+                _mm256_cvtepi32_ps(values)
+            };
+        }
+        floats
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> [__m256; 2] {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        unsafe { [_mm256_set1_ps(x); 2] }
+    }
+
+    #[inline(always)]
+    fn load(self, x: &[f32; LANES]) -> [__m256; 2] {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        unsafe { [load_ps(x, 0), load_ps(x, 1)] }
+    }
+
+    #[inline(always)]
+    fn mul(self, a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
+    }
+
+    #[inline(always)]
+    fn fma(self, a: [__m256; 2], b: [__m256; 2], c: [__m256; 2]) -> [__m256; 2] {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        unsafe { [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])] }
+    }
+
+    #[inline(always)]
+    fn spread(self, scales: [__m256; 2], k: usize) -> [__m256; 2] {
+        let scales = scales[k / 2];
+        let first = 4 * (k as i32 % 2);
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        let pair = |a: i32| unsafe {
+            let b = a + 1;
+            _mm256_permutevar8x32_ps(scales, _mm256_setr_epi32(a, a, a, a, b, b, b, b))
+        };
+        [pair(first), pair(first + 2)]
+    }
+
+    #[inline(always)]
+    fn tree(self, x: [__m256; 2]) -> f32 {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        unsafe { tree(x) }
+    }
 }
 
-/// The exact stripe sums of group `g`.
+/// The first halves of two vectors, and the last.
 #[target_feature(enable = "avx2")]
 #[inline]
-fn int4_sums(w: &[u8; GROUP / 2], g: usize, x: QuantRow<'_>) -> __m256 {
-    let low_nibble = _mm256_set1_epi8(15);
-    let w = load(w);
-    let pair: &[i8; 2 * GROUP] = chunk(x.split, g / 2 * 2 * GROUP);
-    let even = load(chunk::<i8, 32>(pair, g % 2 * GROUP / 2));
-    let odd = load(chunk::<i8, 32>(pair, g % 2 * GROUP / 2 + GROUP));
-    // Pairs of products are at most 2 · 15 · 127 in magnitude and two of them fit an i16.
-    let low = _mm256_maddubs_epi16(_mm256_and_si256(w, low_nibble), even);
-    let high = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16::<4>(w), low_nibble), odd);
-    let stripes = _mm256_madd_epi16(_mm256_add_epi16(low, high), _mm256_set1_epi16(1));
-    _mm256_cvtepi32_ps(_mm256_add_epi32(stripes, load(chunk::<i32, 8>(x.nibble_offsets, 8 * g))))
+fn halves(a: __m256i, b: __m256i) -> [__m256i; 2] {
+    [_mm256_permute2x128_si256::<0x20>(a, b), _mm256_permute2x128_si256::<0x31>(a, b)]
 }
 
-/// The scales of the 8 stripes of group `g`.
+/// Pairs of vectors of the same number.
+#[inline(always)]
+fn zip(a: [__m256i; 4], b: [__m256i; 4]) -> [[__m256i; 2]; 4] {
+    [[a[0], b[0]], [a[1], b[1]], [a[2], b[2]], [a[3], b[3]]]
+}
+
+/// The four bit pairs of every byte.
 #[target_feature(enable = "avx2")]
 #[inline]
-fn stripe_scales(scales: NibbleScales<'_>, g: usize, x_scale: f32) -> __m256 {
-    match scales {
-        NibbleScales::Row => _mm256_set1_ps(x_scale),
-        NibbleScales::PerGroup(w) => _mm256_set1_ps(w[g] * x_scale),
-        NibbleScales::PerStripe(w) => _mm256_mul_ps(load_ps(chunk(w, 8 * g)), _mm256_set1_ps(x_scale)),
-    }
+fn bit_pairs(x: __m256i) -> [__m256i; 4] {
+    let low = |x| _mm256_and_si256(x, _mm256_set1_epi8(3));
+    [low(x), low(_mm256_srli_epi16::<2>(x)), low(_mm256_srli_epi16::<4>(x)), low(_mm256_srli_epi16::<6>(x))]
 }
 
-/// One int8 row with one activation row, one group of 64 columns at a time.
-#[target_feature(enable = "avx2,fma")]
-fn int8_dot(weights: &[i8], scales: Option<&[f32]>, x: QuantRow<'_>) -> f32 {
-    let (groups, tail) = weights.as_chunks::<GROUP>();
-    let (values, x_tail) = x.values.as_chunks::<GROUP>();
-    let group_scale = |g: usize| scales.map_or(x.scales[g], |w| w[g] * x.scales[g]);
-    let mut acc = [_mm256_setzero_ps(); 2];
-    for (g, (w, q)) in groups.iter().zip(values).enumerate() {
-        acc = int8_group(w, q, group_scale(g), acc);
-    }
-    if !tail.is_empty() {
-        acc = int8_group(&padded(tail, 0), &padded(x_tail, 0), group_scale(groups.len()), acc);
-    }
-    tree(acc)
-}
-
-/// Adds one group to the accumulators.
-#[target_feature(enable = "avx2,fma")]
-#[inline]
-fn int8_group(w: &[i8; GROUP], q: &[i8; GROUP], scale: f32, acc: [__m256; 2]) -> [__m256; 2] {
-    let mut acc = acc;
-    for (half, acc) in acc.iter_mut().enumerate() {
-        let w = load(chunk::<i8, 32>(w, 32 * half));
-        let q = load(chunk::<i8, 32>(q, 32 * half));
-        // |w| ≤ 128 as unsigned times ±q with |q| ≤ 127: a pair is at most 32512, no saturation.
-        let pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(q, w));
-        let sums = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-        *acc = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), _mm256_set1_ps(scale), *acc);
-    }
-    acc
-}
-
-/// Loads 32 bytes.
+/// Two groups of 16 bytes with the low bits of 3-bit values and 8 bytes with their high bits.
 #[target_feature(enable = "avx2")]
 #[inline]
-fn load<T: bytemuck::Pod, const N: usize>(x: &[T; N]) -> __m256i {
-    const { assert!(size_of::<[T; N]>() == 32) };
-    // SAFETY: the array is 32 readable bytes of plain data; the load needs no alignment.
-    unsafe { _mm256_loadu_si256(std::ptr::from_ref(x).cast()) }
+fn bit_triples(a: &[u8; 24], b: &[u8; 24]) -> [__m256i; 4] {
+    // SAFETY: 16 readable bytes from byte 0 and 8 from byte 16; the loads need no alignment.
+    let low = |x: &[u8; 24]| unsafe { _mm_loadu_si128(x.as_ptr().cast()) };
+    // SAFETY: as above.
+    let high = |x: &[u8; 24]| unsafe { _mm_loadl_epi64(x.as_ptr().add(16).cast()) };
+    let [p, q, r, s] = bit_pairs(_mm256_set_m128i(low(b), low(a)));
+    // Every byte of high bits twice, then the upper four bits of the second copy.
+    let twice = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7));
+    let highs = _mm256_shuffle_epi8(_mm256_set_m128i(high(b), high(a)), twice);
+    let second = _mm256_set1_epi16(0xff00u16 as i16);
+    let highs = _mm256_blendv_epi8(highs, _mm256_srli_epi16::<4>(highs), second);
+    let four = |x| _mm256_and_si256(x, _mm256_set1_epi8(4));
+    [
+        _mm256_or_si256(p, four(_mm256_slli_epi16::<2>(highs))),
+        _mm256_or_si256(q, four(_mm256_slli_epi16::<1>(highs))),
+        _mm256_or_si256(r, four(highs)),
+        _mm256_or_si256(s, four(_mm256_srli_epi16::<1>(highs))),
+    ]
 }
 
-/// Loads 8 floats.
+/// Loads bytes `32·i .. 32·i + 32`.
 #[target_feature(enable = "avx2")]
 #[inline]
-fn load_ps(x: &[f32; 8]) -> __m256 {
-    // SAFETY: the array is 32 readable bytes; the load needs no alignment.
-    unsafe { _mm256_loadu_ps(x.as_ptr()) }
+fn load<T: bytemuck::Pod, const N: usize>(x: &[T; N], i: usize) -> __m256i {
+    assert!(32 * (i + 1) <= size_of::<[T; N]>(), "a load stays inside its array");
+    // SAFETY: 32 readable bytes of plain data, as just checked; the load needs no alignment.
+    unsafe { _mm256_loadu_si256(std::ptr::from_ref(x).cast::<__m256i>().add(i)) }
+}
+
+/// Loads the first or the last 8 of 16 floats.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn load_ps(x: &[f32; LANES], half: usize) -> __m256 {
+    assert!(half < 2, "16 floats have two halves");
+    // SAFETY: 8 readable floats, as just checked; the load needs no alignment.
+    unsafe { _mm256_loadu_ps(x.as_ptr().add(8 * half)) }
 }
 
 /// Adds accumulators 0–7 and 8–15 in the order of [`tree16`].

@@ -2,9 +2,9 @@
 
 use std::arch::x86_64::*;
 
-use super::activations::{GROUP, QuantRow, QuantRows};
-use super::ops::{FloatOp, NibbleScales, Ops};
-use super::portable::{chunk, padded};
+use super::engine::Engine;
+use super::integer::{IntTask, integer};
+use super::ops::{FloatOp, Ops};
 use crate::math::{LANES, Stripes, tree16};
 
 /// AVX-512 F, BW, VL, DQ and VNNI; exists only where the CPU has all of them.
@@ -24,25 +24,13 @@ pub(super) fn detect() -> Option<&'static dyn Ops> {
 }
 
 impl Ops for Avx512 {
-    fn int4(
-        &self,
-        weights: &[u8],
-        scales: NibbleScales<'_>,
-        x: &QuantRows,
-        x_rows: &[usize],
-        out: &mut [f32],
-    ) {
-        for (&row, out) in x_rows.iter().zip(out) {
-            // SAFETY: `self` exists only after `detect` saw every feature.
-            *out = unsafe { int4_dot(weights, scales, x.row(row)) };
+    fn integer(&self, task: IntTask<'_, '_>) {
+        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma")]
+        fn with_avx512(engine: Avx512, task: IntTask<'_, '_>) {
+            integer::<_, 2>(engine, task);
         }
-    }
-
-    fn int8(&self, weights: &[i8], scales: Option<&[f32]>, x: &QuantRows, x_rows: &[usize], out: &mut [f32]) {
-        for (&row, out) in x_rows.iter().zip(out) {
-            // SAFETY: `self` exists only after `detect` saw every feature.
-            *out = unsafe { int8_dot(weights, scales, x.row(row)) };
-        }
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { with_avx512(*self, task) }
     }
 
     fn float(&self, op: FloatOp<'_>) {
@@ -121,93 +109,178 @@ impl Stripes for Avx512 {
     }
 }
 
-/// One nibble row with one activation row, a pair of groups (128 columns, 64 bytes) at a time: lanes 0–7
-/// are the stripes of the even group, lanes 8–15 those of the odd one.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma")]
-fn int4_dot(weights: &[u8], scales: NibbleScales<'_>, x: QuantRow<'_>) -> f32 {
-    let (pairs, tail) = weights.as_chunks::<64>();
-    let (split, _) = x.split.as_chunks::<128>();
-    let (offsets, _) = x.nibble_offsets.as_chunks::<16>();
-    let (x_scales, last_scale) = x.scales.as_chunks::<2>();
-    let mut acc = _mm512_setzero_ps();
-    for (p, (((w, split), offsets), &x_scales)) in
-        pairs.iter().zip(split).zip(offsets).zip(x_scales).enumerate()
-    {
-        let scale = pair_scales(scales, p, x_scales);
-        acc = _mm512_fmadd_ps(int4_sums(w, split, offsets), scale, acc);
-    }
-    if 2 * pairs.len() < x.scales.len() {
-        let p = pairs.len();
-        let sums = int4_sums(&padded(tail, 0), &split[p], &offsets[p]);
-        // An absent odd group must not touch its accumulators.
-        let (x_scales, lanes) = match *last_scale {
-            [even] => ([even, 0.0], 0x00ff),
-            _ => (x_scales[p], 0xffff),
-        };
-        acc = _mm512_mask3_fmadd_ps(sums, pair_scales(scales, p, x_scales), acc, lanes);
-    }
-    tree(acc)
-}
+impl Engine for Avx512 {
+    type Codes = __m512i;
+    type Sums = __m512i;
+    type Floats = __m512;
 
-/// The exact stripe sums of a pair of groups.
-#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-#[inline]
-fn int4_sums(w: &[u8; 64], split: &[i8; 128], offsets: &[i32; 16]) -> __m512 {
-    let low_nibble = _mm512_set1_epi8(15);
-    let w = load(w);
-    let low = _mm512_and_si512(w, low_nibble);
-    let high = _mm512_and_si512(_mm512_srli_epi16::<4>(w), low_nibble);
-    let sums = _mm512_dpbusd_epi32(load(offsets), low, load(chunk::<i8, 64>(split, 0)));
-    _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(sums, high, load(chunk::<i8, 64>(split, 64))))
-}
-
-/// The scales of pair `p` of groups, per lane.
-#[target_feature(enable = "avx512f")]
-#[inline]
-fn pair_scales(scales: NibbleScales<'_>, p: usize, x_scales: [f32; 2]) -> __m512 {
-    match scales {
-        NibbleScales::Row => halves(x_scales),
-        NibbleScales::PerGroup(w) => {
-            let odd = w.get(2 * p + 1).copied().unwrap_or(0.0);
-            halves([w[2 * p] * x_scales[0], odd * x_scales[1]])
+    #[inline(always)]
+    fn int4(self, bytes: &[u8; 128]) -> [__m512i; 4] {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe {
+            let (a, b) = (load(part(bytes, 0)), load(part(bytes, 1)));
+            // The first and the last 16 bytes of every group.
+            let (first, last) = (_mm512_shuffle_i64x2::<0x88>(a, b), _mm512_shuffle_i64x2::<0xdd>(a, b));
+            let low = |x| _mm512_and_si512(x, _mm512_set1_epi8(15));
+            let high = |x| low(_mm512_srli_epi16::<4>(x));
+            [low(first), high(first), low(last), high(last)]
         }
-        NibbleScales::PerStripe(w) => _mm512_mul_ps(load_ps(&padded(w, 16 * p)), halves(x_scales)),
+    }
+
+    #[inline(always)]
+    fn int8(self, bytes: &[u8; 256]) -> [__m512i; 4] {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe {
+            // Plus 128 as unsigned; then the groups' 4 × 16 bytes are transposed.
+            let group = |g| _mm512_xor_si512(load(part(bytes, g)), _mm512_set1_epi8(i8::MIN));
+            let (a, b, c, d) = (group(0), group(1), group(2), group(3));
+            let (ab_first, ab_last) =
+                (_mm512_shuffle_i64x2::<0x44>(a, b), _mm512_shuffle_i64x2::<0xee>(a, b));
+            let (cd_first, cd_last) =
+                (_mm512_shuffle_i64x2::<0x44>(c, d), _mm512_shuffle_i64x2::<0xee>(c, d));
+            [
+                _mm512_shuffle_i64x2::<0x88>(ab_first, cd_first),
+                _mm512_shuffle_i64x2::<0xdd>(ab_first, cd_first),
+                _mm512_shuffle_i64x2::<0x88>(ab_last, cd_last),
+                _mm512_shuffle_i64x2::<0xdd>(ab_last, cd_last),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    fn int2(self, bytes: &[u8; 64]) -> [__m512i; 4] {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { bit_pairs(load(bytes)) }
+    }
+
+    #[inline(always)]
+    fn int3(self, bytes: &[u8; 96]) -> [__m512i; 4] {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { bit_triples(bytes) }
+    }
+
+    #[inline(always)]
+    fn load_codes(self, codes: &[u8; 64]) -> __m512i {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { load(codes) }
+    }
+
+    #[inline(always)]
+    fn store_codes(self, codes: __m512i, out: &mut [u8; 64]) {
+        // SAFETY: `self` exists only after `detect` saw every feature; `out` is 64 writable bytes.
+        unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), codes) }
+    }
+
+    #[inline(always)]
+    fn splat_code(self, code: u8) -> __m512i {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { _mm512_set1_epi8(code as i8) }
+    }
+
+    #[inline(always)]
+    fn begin(self, offsets: &[i32; LANES]) -> __m512i {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { load(offsets) }
+    }
+
+    #[inline(always)]
+    fn add(self, _bytes: bool, codes: __m512i, x: &[i8; 64], sums: __m512i) -> __m512i {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { _mm512_dpbusd_epi32(sums, codes, load(x)) }
+    }
+
+    #[inline(always)]
+    fn finish(self, _bytes: bool, sums: __m512i, _offsets: &[i32; LANES]) -> __m512 {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { _mm512_cvtepi32_ps(sums) }
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m512 {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { _mm512_set1_ps(x) }
+    }
+
+    #[inline(always)]
+    fn load(self, x: &[f32; LANES]) -> __m512 {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { load_ps(x) }
+    }
+
+    #[inline(always)]
+    fn mul(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+
+    #[inline(always)]
+    fn spread(self, scales: __m512, k: usize) -> __m512 {
+        /// Lane numbers by quad of a block.
+        static LANE_OF: [[i32; LANES]; 4] = {
+            let mut lanes = [[0; LANES]; 4];
+            let mut i = 0;
+            while i < 4 * LANES {
+                lanes[i / LANES][i % LANES] = (i / 4) as i32;
+                i += 1;
+            }
+            lanes
+        };
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { _mm512_permutexvar_ps(load(&LANE_OF[k]), scales) }
+    }
+
+    #[inline(always)]
+    fn tree(self, x: __m512) -> f32 {
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { tree(x) }
     }
 }
 
-/// One int8 row with one activation row, one group of 64 columns at a time.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma")]
-fn int8_dot(weights: &[i8], scales: Option<&[f32]>, x: QuantRow<'_>) -> f32 {
-    let (groups, tail) = weights.as_chunks::<GROUP>();
-    let (values, x_tail) = x.values.as_chunks::<GROUP>();
-    let (offsets, _) = x.byte_offsets.as_chunks::<16>();
-    let group_scale = |g: usize| scales.map_or(x.scales[g], |w| w[g] * x.scales[g]);
-    let mut acc = _mm512_setzero_ps();
-    for (g, ((w, q), offsets)) in groups.iter().zip(values).zip(offsets).enumerate() {
-        acc = _mm512_fmadd_ps(int8_sums(w, q, offsets), _mm512_set1_ps(group_scale(g)), acc);
-    }
-    if !tail.is_empty() {
-        let g = groups.len();
-        let sums = int8_sums(&padded(tail, 0), &padded(x_tail, 0), &offsets[g]);
-        acc = _mm512_fmadd_ps(sums, _mm512_set1_ps(group_scale(g)), acc);
-    }
-    tree(acc)
-}
-
-/// The exact stripe sums of a group.
-#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+/// The four bit pairs of every byte.
+#[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
-fn int8_sums(w: &[i8; GROUP], q: &[i8; GROUP], offsets: &[i32; 16]) -> __m512 {
-    // w + 128 as unsigned; the activations' offsets take the 128 out again.
-    let w = _mm512_xor_si512(load(w), _mm512_set1_epi8(i8::MIN));
-    _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(load(offsets), w, load(q)))
+fn bit_pairs(x: __m512i) -> [__m512i; 4] {
+    let low = |x| _mm512_and_si512(x, _mm512_set1_epi8(3));
+    [low(x), low(_mm512_srli_epi16::<2>(x)), low(_mm512_srli_epi16::<4>(x)), low(_mm512_srli_epi16::<6>(x))]
 }
 
-/// The first value in lanes 0–7, the second in lanes 8–15.
-#[target_feature(enable = "avx512f")]
+/// Four groups of 16 bytes with the low bits of 3-bit values and 8 bytes with their high bits.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 #[inline]
-fn halves(pair: [f32; 2]) -> __m512 {
-    _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(pair[0]), _mm512_set1_ps(pair[1]))
+fn bit_triples(bytes: &[u8; 96]) -> [__m512i; 4] {
+    let (head, tail) = bytes.split_first_chunk::<64>().expect("96 bytes are more than 64");
+    let tail: &[u8; 32] = tail.first_chunk().expect("96 bytes are 64 and 32");
+    // SAFETY: 32 readable bytes; the load needs no alignment.
+    let tail = unsafe { _mm512_castsi256_si512(_mm256_loadu_si256(tail.as_ptr().cast())) };
+    let head = load(head);
+    // 32-bit words: a group has four of low bits and two of high bits.
+    let word = |i| _mm512_permutex2var_epi32(head, i, tail);
+    let lows = word(_mm512_setr_epi32(0, 1, 2, 3, 6, 7, 8, 9, 12, 13, 14, 15, 18, 19, 20, 21));
+    let highs = word(_mm512_setr_epi32(4, 5, 4, 5, 10, 11, 10, 11, 16, 17, 16, 17, 22, 23, 22, 23));
+    // Every byte of high bits twice, then the upper four bits of the second copy.
+    let twice = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7));
+    let highs = _mm512_shuffle_epi8(highs, twice);
+    let highs = _mm512_mask_blend_epi8(0xaaaa_aaaa_aaaa_aaaa, highs, _mm512_srli_epi16::<4>(highs));
+    let [a, b, c, d] = bit_pairs(lows);
+    let four = |x| _mm512_and_si512(x, _mm512_set1_epi8(4));
+    [
+        _mm512_or_si512(a, four(_mm512_slli_epi16::<2>(highs))),
+        _mm512_or_si512(b, four(_mm512_slli_epi16::<1>(highs))),
+        _mm512_or_si512(c, four(highs)),
+        _mm512_or_si512(d, four(_mm512_srli_epi16::<1>(highs))),
+    ]
+}
+
+/// Bytes `64·i .. 64·i + 64`.
+#[inline(always)]
+fn part(bytes: &[u8], i: usize) -> &[u8; 64] {
+    bytes[64 * i..].first_chunk().expect("a quad is whole vectors")
 }
 
 /// Loads 64 bytes.

@@ -4,25 +4,36 @@
 //!
 //! # Striping of integer rows (rule N2)
 //!
-//! A row is cut into groups `g` of 64 columns; `xs[g]` is the activation scale of the group. Columns beyond
-//! the row's width count as zeros. Products are summed exactly in i32 within a stripe; each stripe sum joins
-//! one of 16 f32 accumulators (starting at +0, groups ascending) by one fused multiply-add; the accumulators
-//! are added pairwise: `i` with `i + 8`, then `+ 4`, `+ 2`, `+ 1`.
+//! A row is cut into groups `g` of 64 columns; `xs[g]` is the activation scale of the group. A group has four
+//! stripes of 16 columns: the weight in byte `k` of the group's stored bytes (64 for int8, 32 for int4, 16 for
+//! int2 and for the plane of low bits of int3) belongs to stripe `s = ⌊k / 4⌋ mod 4`. So the columns of stripe
+//! `s` within a group are
 //!
-//! * **int4** (8 stripes of 8 neighbouring columns per group):
-//!   `acc[(g mod 2)·8 + s] = fma(Σ (nibble − 8)·x, scale, acc[…])`. For `int4-row` the scale is `xs[g]` and
-//!   the tree's result is multiplied by the row scale; for grouped rows it is the f32 product
-//!   `ws[(64g + 8s) / group] · xs[g]` and there is no last multiplication. Kernels multiply unsigned nibbles
-//!   and add the exact correction `−8 · Σx`, computed once per activation row.
-//! * **int8** (16 stripes of 4 neighbouring columns per group): `acc[s] = fma(Σ w·x, xs[g], acc[s])`, then
-//!   times the row scale.
-//! * **int2** and **int3** rows are unpacked to int8 and striped as int8; `int3-g64` uses the f32 product
-//!   `ws[g] · xs[g]` as the scale and has no last multiplication.
+//! * **int8**: `16q + 4s .. 16q + 4s + 4` for `q` in 0..4,
+//! * **int4**: `8s .. 8s + 8` and `32 + 8s .. 32 + 8s + 8`,
+//! * **int2, int3**: `16s .. 16s + 16`.
+//!
+//! Products of weights (−8..7 for int4, and so on) and activations are summed exactly in i32 within a stripe,
+//! and every stripe sum joins one of 16 f32 accumulators (starting at +0, groups ascending) by one fused
+//! multiply-add: `acc[4·(g mod 4) + s] = fma(sum, scale, acc[…])`. The accumulators are added pairwise: `i` with
+//! `i + 8`, then `+ 4`, `+ 2`, `+ 1`. A row counts as padded to a multiple of 256 columns; absent columns and
+//! the scales of absent groups are zero.
+//!
+//! Where a row has one scale, `scale` is `xs[g]` and the tree's result is multiplied by the row's scale; where
+//! weights have a scale per group, `scale` is the f32 product `ws · xs[g]` and there is no last multiplication.
+//! **int4 with groups that are no multiple of 64 columns** has stripes of 8 columns instead: of every four
+//! groups first `8s .. 8s + 8` of each joins its accumulator, then `32 + 8s .. 32 + 8s + 8`, with the scale
+//! `ws[(64g + first column) / group] · xs[g]`.
+//!
+//! Why this way: with 4 stripes, four groups fill a vector of 16 sums. Four dot-product instructions accumulate
+//! into it before one conversion and one multiply-add, so that these are a fifth of the multiplier's work
+//! instead of a half, and the 32-bit lanes need only whole 128-bit blocks to be moved.
 //!
 //! Float rows follow rule N3 (`math::reduce`); fp8 elements are multiplied by their block scale (one f32
 //! rounding) before they enter the dot product.
 
 mod activations;
+mod arrange;
 mod attention;
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code)]
@@ -30,9 +41,13 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code)]
 mod avx512;
+mod code;
+mod engine;
+mod integer;
 mod matmul;
 mod ops;
 mod portable;
+mod scales;
 
 use std::str::FromStr;
 use std::sync::OnceLock;

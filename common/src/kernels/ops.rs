@@ -1,40 +1,17 @@
-//! What an instruction set has to implement: one weight row against activation rows, and the float
-//! operations of [`crate::math`].
+//! What an instruction set has to implement: integer matrices, and the float operations of [`crate::math`].
 
-use super::QuantRows;
 use super::attention::AttentionOp;
+use super::integer::IntTask;
 use crate::math::{self, LANES, Stripes, dot_body, four_dots_body, load_lanes};
 use crate::quant::decode::{Bf16, ChunkDecoder, F16, F32, Fp8, decode_chunks};
 
 /// Kernels of one instruction set; every implementation gives the same bits as [`super::portable`].
 pub(super) trait Ops: std::fmt::Debug + Sync {
-    /// `out[r]` = the unscaled dot product of a nibble row with activation row `x_rows[r]`.
-    fn int4(
-        &self,
-        weights: &[u8],
-        scales: NibbleScales<'_>,
-        x: &QuantRows,
-        x_rows: &[usize],
-        out: &mut [f32],
-    );
-
-    /// `out[r]` = the unscaled dot product of an int8 row with activation row `x_rows[r]`; `scales`, if any,
-    /// has one weight scale per group of 64 columns.
-    fn int8(&self, weights: &[i8], scales: Option<&[f32]>, x: &QuantRows, x_rows: &[usize], out: &mut [f32]);
+    /// Multiplies an integer matrix.
+    fn integer(&self, task: IntTask<'_, '_>);
 
     /// Runs a float operation.
     fn float(&self, op: FloatOp<'_>);
-}
-
-/// Weight scales of one nibble row, expanded so that kernels need no division.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum NibbleScales<'a> {
-    /// One scale for the whole row, applied by the caller.
-    Row,
-    /// One per group of 64 columns: `[groups]`.
-    PerGroup(&'a [f32]),
-    /// One per stripe of 8 columns: `[groups · 8]`.
-    PerStripe(&'a [f32]),
 }
 
 /// One row of a float matrix.

@@ -199,57 +199,6 @@ pub(crate) fn decode_row_body(matrix: &MatrixRef<'_>, row: usize, out: &mut [f32
     }
 }
 
-/// The four 2-bit values of every byte.
-static CRUMBS: [[i8; 4]; 256] = {
-    let mut table = [[0; 4]; 256];
-    let mut i = 0;
-    while i < 4 * 256 {
-        table[i / 4][i % 4] = (((i / 4) >> (2 * (i % 4))) & 3) as i8;
-        i += 1;
-    }
-    table
-};
-
-/// The eight bits of every byte, each 4 times its value.
-static FOURS: [[i8; 8]; 256] = {
-    let mut table = [[0; 8]; 256];
-    let mut i = 0;
-    while i < 8 * 256 {
-        table[i / 8][i % 8] = (4 * (((i / 8) >> (i % 8)) & 1)) as i8;
-        i += 1;
-    }
-    table
-};
-
-/// Unpacks one `int2-row` row to int8, `out.len()` columns.
-pub(crate) fn unpack_int2(bytes: &[u8], out: &mut [i8]) {
-    let values = |byte: u8| CRUMBS[usize::from(byte)].map(|v| v - 2);
-    let (chunks, tail) = out.as_chunks_mut::<4>();
-    for (out, &byte) in chunks.iter_mut().zip(bytes) {
-        *out = values(byte);
-    }
-    if let Some(&byte) = bytes.get(chunks.len()) {
-        tail.copy_from_slice(&values(byte)[..tail.len()]);
-    }
-}
-
-/// Unpacks one `int3-g64` row to int8, `out.len()` columns.
-pub(crate) fn unpack_int3(bytes: &[u8], out: &mut [i8]) {
-    let (groups, _) = bytes.as_chunks::<24>();
-    for (group, out) in groups.iter().zip(out.chunks_mut(64)) {
-        let mut values = [0; 64];
-        for (i, values) in values.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-            let (low, high) = (CRUMBS[usize::from(group[2 * i])], CRUMBS[usize::from(group[2 * i + 1])]);
-            let fours = FOURS[usize::from(group[16 + i])];
-            for k in 0..4 {
-                values[k] = low[k] + fours[k] - 4;
-                values[4 + k] = high[k] + fours[4 + k] - 4;
-            }
-        }
-        out.copy_from_slice(&values[..out.len()]);
-    }
-}
-
 /// Element `i` of a nibble row: even columns low, odd columns high, minus 8.
 #[inline(always)]
 fn nibble(bytes: &[u8], i: usize) -> f32 {
@@ -326,23 +275,5 @@ mod tests {
         assert_eq!((out[0], out[127], out[128], out[130]), (1.0, 1.0, 2.0, 2.0));
         m.decode_row(128, &mut out);
         assert_eq!((out[0], out[127], out[128], out[130]), (3.0, 3.0, 4.0, 4.0));
-    }
-
-    #[test]
-    fn unpacked_rows_are_the_decoded_integers() {
-        let cols = 131;
-        for format in [Format::Int2Row, Format::Int3G64] {
-            let bytes: Vec<u8> = (0..format.row_bytes(cols)).map(|i| (i * 151 + 17) as u8).collect();
-            let scales = vec![1.0; format.scale_count(1, cols)];
-            let mut want = vec![0.0; cols];
-            MatrixRef::new(format, 1, cols, &bytes, &scales).unwrap().decode_row(0, &mut want);
-            let mut got = vec![0; cols];
-            if format == Format::Int2Row {
-                unpack_int2(&bytes, &mut got)
-            } else {
-                unpack_int3(&bytes, &mut got)
-            }
-            assert_eq!(got.into_iter().map(f32::from).collect::<Vec<_>>(), want, "{format}");
-        }
     }
 }

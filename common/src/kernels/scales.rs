@@ -1,0 +1,79 @@
+//! Weight scales of one row in the order the integer kernels take them.
+
+use super::activations::GROUP;
+use super::arrange::QUAD_GROUPS;
+use crate::math::LANES;
+use crate::quant::{Format, MatrixRef};
+
+/// The scales of one row, one per 64 columns, 16 at a time.
+#[derive(Default)]
+pub(super) struct GroupScales {
+    padded: Vec<[f32; LANES]>,
+}
+
+impl GroupScales {
+    /// The scales of a row whose groups are 64 columns or a multiple of that; beyond the row they are zero.
+    #[inline(always)]
+    pub(super) fn of_row<'a>(&'a mut self, w: MatrixRef<'a>, row: usize) -> &'a [[f32; LANES]] {
+        let scales = w.row_scales(row);
+        if let (GROUP, (whole, [])) = (columns_per_scale(w.format), scales.as_chunks()) {
+            return whole;
+        }
+        self.load(w, row);
+        &self.padded
+    }
+
+    /// As [`GroupScales::of_row`] into this buffer.
+    pub(super) fn load(&mut self, w: MatrixRef<'_>, row: usize) {
+        let groups = w.cols.div_ceil(GROUP);
+        let repeat = columns_per_scale(w.format) / GROUP;
+        self.padded.clear();
+        self.padded.resize(groups.div_ceil(LANES), [0.0; LANES]);
+        let padded = &mut self.padded.as_flattened_mut()[..groups];
+        for (scale, groups) in w.row_scales(row).iter().zip(padded.chunks_mut(repeat)) {
+            groups.fill(*scale);
+        }
+    }
+
+    /// What [`GroupScales::load`] left.
+    pub(super) fn loaded(&self) -> &[[f32; LANES]] {
+        &self.padded
+    }
+}
+
+/// Columns per scale of a format with scales in groups of a multiple of 64.
+fn columns_per_scale(format: Format) -> usize {
+    match format {
+        Format::Int4Grouped { group } => group as usize,
+        _ => GROUP,
+    }
+}
+
+/// The scales of one nibble row, one per stripe of 8 columns.
+#[derive(Default)]
+pub(super) struct StripeScales {
+    /// In column order.
+    columns: Vec<f32>,
+    quads: Vec<[[f32; LANES]; 2]>,
+}
+
+impl StripeScales {
+    /// Per quad and half of its groups, the scale of stripe `s` of group `g` in lane `4·g + s`; zero beyond the
+    /// last scale. `group` is a multiple of 8.
+    pub(super) fn of_row(&mut self, scales: &[f32], group: usize, quads: usize) -> &[[[f32; LANES]; 2]] {
+        self.columns.clear();
+        for &scale in scales {
+            self.columns.extend(std::iter::repeat_n(scale, group / 8));
+        }
+        self.columns.resize(quads * QUAD_GROUPS * 8, 0.0);
+        self.quads.clear();
+        self.quads.extend(self.columns.as_chunks::<{ QUAD_GROUPS * 8 }>().0.iter().map(|columns| {
+            let mut quad = [[0.0; LANES]; 2];
+            for (i, stripes) in columns.as_chunks::<4>().0.iter().enumerate() {
+                quad[i % 2][i / 2 * 4..i / 2 * 4 + 4].copy_from_slice(stripes);
+            }
+            quad
+        }));
+        &self.quads
+    }
+}
