@@ -59,6 +59,12 @@ impl Target {
         self.len
     }
 
+    /// Whether the byte at `at` lies on a multiple of `bytes`.
+    #[cfg(target_os = "linux")]
+    pub(super) fn is_aligned(&self, at: usize, bytes: usize) -> bool {
+        self.start.as_ptr().addr().wrapping_add(at).is_multiple_of(bytes)
+    }
+
     /// The `len` bytes from `at` on.
     ///
     /// # Safety

@@ -192,7 +192,13 @@ impl Bounce {
         Self { buf: None, bytes: piece_bytes.next_multiple_of(BLOCK_BYTES) + 2 * BLOCK_BYTES }
     }
 
-    pub(super) fn get(&mut self) -> Result<&mut AlignedBuf> {
+    /// The memory itself.
+    #[cfg(target_os = "linux")]
+    pub(super) fn into_buf(self) -> Result<AlignedBuf> {
+        self.buf.map_or_else(|| AlignedBuf::zeroed(self.bytes), Ok)
+    }
+
+    fn get(&mut self) -> Result<&mut AlignedBuf> {
         if self.buf.is_none() {
             self.buf = Some(AlignedBuf::zeroed(self.bytes)?);
         }
@@ -240,7 +246,7 @@ impl Replica {
     }
 
     /// The file, read through the page cache.
-    fn cached(&self) -> Result<Opened<'_>> {
+    pub(super) fn cached(&self) -> Result<Opened<'_>> {
         let open = || {
             let file = File::open(&self.path)?;
             os::advise_random(&file);
@@ -286,17 +292,19 @@ impl Replica {
         }
     }
 
+    /// Whether the page cache is known to hold the whole range.
+    pub(super) fn is_cached(&self, offset: u64, len: usize) -> bool {
+        if !self.is_file() {
+            return false;
+        }
+        let Ok(file) = self.cached() else { return false };
+        *self.known.get_or_init(|| resident::is_known(&file)) && resident::is_resident(&file, offset, len)
+    }
+
     /// Takes the range from the page cache if all of it is there; the number of bytes, short only when
     /// the cache was emptied meanwhile.
-    pub(super) fn read_cached(&self, buf: &mut [u8], offset: u64) -> usize {
-        if !self.is_file() {
-            return 0;
-        }
+    fn read_cached(&self, buf: &mut [u8], offset: u64) -> usize {
         let Ok(file) = self.cached() else { return 0 };
-        let known = *self.known.get_or_init(|| resident::is_known(&file));
-        if !known || !resident::is_resident(&file, offset, buf.len()) {
-            return 0;
-        }
         let mut done = 0;
         while let Some(rest) = buf.get_mut(done..).filter(|rest| !rest.is_empty()) {
             match os::read_cached(&file, rest, offset + done as u64) {
@@ -320,7 +328,8 @@ impl Replica {
             let read = |buf: &mut [u8], offset| reader.read_at(buf, offset);
             return fill(buf, offset, read).map(|()| Served::Disk);
         }
-        let cached = if caching == Caching::Auto && look { self.read_cached(buf, offset) } else { 0 };
+        let look = look && caching == Caching::Auto && self.is_cached(offset, buf.len());
+        let cached = if look { self.read_cached(buf, offset) } else { 0 };
         let buf = &mut buf[cached..];
         let offset = offset + cached as u64;
         if buf.is_empty() {

@@ -30,12 +30,13 @@ mod piece;
 mod pread;
 mod queue;
 mod recover;
-#[cfg(target_os = "linux")]
 #[allow(unsafe_code)]
 mod resident;
 mod stats;
 #[cfg(test)]
 mod tests;
+#[cfg(target_os = "linux")]
+mod uring;
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -47,15 +47,21 @@ pub(super) struct Task {
 /// How the threads of a disk are told that there is work.
 #[derive(Default)]
 pub(super) struct Wake {
-    pub condvar: Condvar,
+    condvar: Condvar,
+    /// Watched by a ring, which cannot wait for a condition variable.
     #[cfg(target_os = "linux")]
-    pub event: std::sync::OnceLock<std::os::fd::OwnedFd>,
+    event: Option<Arc<std::os::fd::OwnedFd>>,
 }
 
 impl Wake {
+    #[cfg(target_os = "linux")]
+    pub(super) fn with_event(event: Arc<std::os::fd::OwnedFd>) -> Self {
+        Self { event: Some(event), ..Self::default() }
+    }
+
     fn notify(&self, pieces: usize) {
         #[cfg(target_os = "linux")]
-        if let Some(event) = self.event.get() {
+        if let Some(event) = &self.event {
             // A full counter wakes just as well.
             let _ = rustix::io::write(event, &1u64.to_ne_bytes());
             return;
@@ -216,7 +222,7 @@ impl Shared {
     fn ready(self: &Arc<Self>, state: &mut State, number: usize) -> bool {
         let disk = &mut state.disks[number];
         if disk.threads == 0 {
-            (disk.threads, disk.uring) = start_threads(self, number, disk.id, &disk.wake);
+            start_threads(self, number, disk);
         }
         disk.threads > 0
     }
@@ -240,6 +246,12 @@ impl Shared {
         }
     }
 
+    /// Whether the engine stops.
+    #[cfg(target_os = "linux")]
+    pub(super) fn is_stopping(&self) -> bool {
+        self.lock().stopping
+    }
+
     /// Notes the end of a piece. The result is to be called when it was the read's last one.
     pub(super) fn finish(&self, task: &Task, result: Result<Served, ReadError>) -> Option<Ended> {
         let Task { op, class, .. } = task;
@@ -258,9 +270,10 @@ impl Shared {
         if ended.is_some() {
             state.count_end(*class, ended.as_ref());
         }
-        // A prefetch waits for the running pieces to become few.
+        // A prefetch waits for the running pieces to become few, a ring for helpers to be done.
         let disk = &state.disks[task.disk];
-        if !disk.queues[Class::Prefetch as usize].is_empty() {
+        let waiting = |class: Class| !disk.queues[class as usize].is_empty();
+        if waiting(Class::Prefetch) || (disk.uring && waiting(Class::Demand)) {
             disk.wake.notify(1);
         }
         ended
@@ -391,9 +404,17 @@ fn run_errands(errands: &Mutex<Receiver<Errand>>) {
     }
 }
 
-/// The number of threads started for a disk, and whether they use io_uring.
-fn start_threads(shared: &Arc<Shared>, number: usize, _id: DiskId, wake: &Arc<Wake>) -> (usize, bool) {
-    (pread::start(shared, number, wake), false)
+/// Starts the threads of a disk: one with a ring, or a pool. Leaves their number at 0 if none starts.
+fn start_threads(shared: &Arc<Shared>, number: usize, disk: &mut Disk) {
+    #[cfg(target_os = "linux")]
+    if shared.options.mode != super::IoMode::Pread
+        && matches!(disk.id, DiskId::Device(_))
+        && let Some(wake) = super::uring::start(shared, number)
+    {
+        (disk.wake, disk.threads, disk.uring) = (wake, 1, true);
+        return;
+    }
+    disk.threads = pread::start(shared, number, &disk.wake);
 }
 
 impl State {
