@@ -7,9 +7,13 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value, json};
 
 use super::safetensors::Dtype;
+use crate::io::Behind;
 
-/// Headers are padded with spaces to this, so that the data starts aligned for f32 and i64.
-const HEADER_ALIGN_BYTES: usize = 8;
+/// Headers are padded with spaces, so that the data starts on a multiple of this: direct reads of tensors
+/// that are whole blocks, written first, then need no copy.
+const DATA_ALIGN_BYTES: usize = 4096;
+/// The length field before the header.
+const LENGTH_BYTES: usize = 8;
 const BUFFER_BYTES: usize = 1 << 20;
 
 /// One tensor of a file to be written.
@@ -39,7 +43,7 @@ impl TensorHeader {
 pub struct SafetensorsWriter {
     target: PathBuf,
     partial: PathBuf,
-    out: Option<BufWriter<File>>,
+    out: Option<BufWriter<Behind>>,
     remaining: u64,
     renamed: bool,
 }
@@ -58,7 +62,7 @@ impl SafetensorsWriter {
         let mut name = target.file_name().unwrap_or_default().to_owned();
         name.push(".partial");
         let partial = target.with_file_name(name);
-        let out = BufWriter::with_capacity(BUFFER_BYTES, File::create(&partial)?);
+        let out = BufWriter::with_capacity(BUFFER_BYTES, Behind::new(File::create(&partial)?));
         let mut writer = Self {
             target: target.to_owned(),
             partial,
@@ -94,15 +98,13 @@ impl SafetensorsWriter {
             return Err(invalid(&format!("{} bytes of data were not written", self.remaining)));
         }
         let Some(out) = self.out.take() else { return Err(invalid("the file is already finished")) };
-        let file = out.into_inner().map_err(std::io::IntoInnerError::into_error)?;
-        file.sync_all()?;
-        drop(file);
+        out.into_inner().map_err(std::io::IntoInnerError::into_error)?.finish()?;
         std::fs::rename(&self.partial, &self.target)?;
         self.renamed = true;
         sync_parent(&self.target)
     }
 
-    fn out(&mut self) -> std::io::Result<&mut BufWriter<File>> {
+    fn out(&mut self) -> std::io::Result<&mut BufWriter<Behind>> {
         self.out.as_mut().ok_or_else(|| invalid("the file is already finished"))
     }
 }
@@ -154,7 +156,7 @@ pub(crate) fn header_json(
         }
     }
     let mut json = serde_json::to_vec(&map)?;
-    json.resize(json.len().next_multiple_of(HEADER_ALIGN_BYTES), b' ');
+    json.resize((LENGTH_BYTES + json.len()).next_multiple_of(DATA_ALIGN_BYTES) - LENGTH_BYTES, b' ');
     Ok((json, end))
 }
 
@@ -194,7 +196,7 @@ mod tests {
             bytes[info.begin as usize..info.end as usize].to_vec()
         };
         assert_eq!((data("b"), data("a"), data("c")), (vec![1; 8], vec![1, 1, 2], vec![2; 4]));
-        assert_eq!(header.tensors[1].1.begin % 8, 0, "the data starts aligned");
+        assert_eq!(header.tensors[1].1.begin % 4096, 0, "the data starts aligned");
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "no partial file is left");
     }
 

@@ -2,7 +2,10 @@
 //!
 //! One output file per source shard and kind: `out-NNNNN` (main model), `out-mtp-NNNNN` (the MTP layer),
 //! `out-idx-NNNNN` (indexers of the main layers), `NNNNN` being the source shard's number in sorted
-//! order. Inside a file F32 tensors come first, then BF16, then U8, each sorted by name.
+//! order. Inside a file the experts come first, each as one whole record where its parts allow it
+//! (docs/formats.md §5), then what else is whole blocks of 4 KiB, then the rest; so the data of all but the
+//! small tensors starts on a block, and direct reads need no copy. Among these F32 tensors come first,
+//! then BF16, then U8, each sorted by name.
 
 use std::collections::BTreeMap;
 
@@ -11,10 +14,13 @@ use super::options::ConvertOptions;
 use crate::container::Container;
 use crate::container::resolve::{Dense, MatrixPlace, Place, Span};
 use crate::container::safetensors::Dtype;
-use crate::container::tensors::{Part, expert_name};
+use crate::container::tensors::{Part, expert_name, parse_expert_name};
 use crate::container::write::{TensorHeader, header_json};
-use crate::experts::{ExpertMatrix, MatrixSpec};
+use crate::experts::{ExpertId, ExpertMatrix, ExpertSpec, MatrixSpec};
 use crate::quant::Format;
+
+/// Direct reads begin and end on multiples of this.
+const BLOCK_BYTES: u64 = 4096;
 
 /// The kinds of output files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -164,33 +170,104 @@ fn matrix_tensor(name: String, place: &MatrixPlace, format: Format) -> Tensor {
     }
 }
 
+/// One stored tensor of a file to be laid out.
+struct Entry {
+    header: TensorHeader,
+    /// Which tensor it is (part of).
+    tensor: usize,
+    is_scales: bool,
+    order: Order,
+}
+
+/// Where a stored tensor comes in the file.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Order {
+    /// Part of an expert whose six parts are all there and fill a record without gaps; records that are
+    /// whole blocks come first, so that all of them start on a block.
+    Record { odd: bool, expert: ExpertId, part: usize },
+    /// Anything else, whole blocks first.
+    Other { odd: bool, class: u8, name: String },
+}
+
+/// The experts of which `tensors` holds everything, with their matrices in record order.
+fn whole_experts(tensors: &[Tensor]) -> BTreeMap<ExpertId, [MatrixSpec; 3]> {
+    let mut found: BTreeMap<ExpertId, [Option<MatrixSpec>; 3]> = BTreeMap::new();
+    for tensor in tensors {
+        if let Some((id, matrix)) = expert_of(&tensor.name) {
+            found.entry(id).or_default()[matrix as usize] = Some(tensor.target());
+        }
+    }
+    let whole = |(id, specs): (ExpertId, [Option<MatrixSpec>; 3])| {
+        let [Some(down), Some(gate), Some(up)] = specs else { return None };
+        Some((id, [down, gate, up]))
+    };
+    found.into_iter().filter_map(whole).collect()
+}
+
+fn expert_of(name: &str) -> Option<(ExpertId, ExpertMatrix)> {
+    let (layer, expert, matrix) = parse_expert_name(name)?;
+    Some((ExpertId { layer, index: u16::try_from(expert).ok()? }, matrix))
+}
+
+/// Orders by what is known of all tensors of the file.
+fn order(
+    tensor: &Tensor,
+    header: &TensorHeader,
+    is_scales: bool,
+    experts: &BTreeMap<ExpertId, [MatrixSpec; 3]>,
+) -> Order {
+    let odd = |bytes: u64| !bytes.is_multiple_of(BLOCK_BYTES);
+    if let Some((expert, matrix)) = expert_of(&tensor.name)
+        && let Some(&[down, gate, up]) = experts.get(&expert)
+    {
+        let spec = ExpertSpec { gate, up, down };
+        if spec.is_sane() && spec.is_gapless() {
+            let part = spec.parts().iter().position(|part| part.matrix == matrix && part.scales == is_scales);
+            return Order::Record {
+                odd: odd(spec.payload_bytes() as u64),
+                expert,
+                part: part.unwrap_or(usize::MAX),
+            };
+        }
+    }
+    let class = match header.dtype {
+        Dtype::F32 => 0,
+        Dtype::Bf16 => 1,
+        _ => 2,
+    };
+    Order::Other { odd: header.bytes().is_none_or(odd), class, name: header.name.clone() }
+}
+
 /// Fixes the places of all tensors of one file and writes its header.
 fn lay_out(name: String, source: String, mut tensors: Vec<Tensor>) -> Result<OutputFile, ConvertError> {
-    // (class, name) is the order in the file; the rest says whose region it is.
+    let experts = whole_experts(&tensors);
     let mut entries = Vec::new();
     for (i, tensor) in tensors.iter().enumerate() {
-        let (class, dtype) = match tensor.format {
-            Format::F32 => (0, Dtype::F32),
-            Format::Bf16 => (1, Dtype::Bf16),
-            _ => (2, Dtype::U8),
+        let dtype = match tensor.format {
+            Format::F32 => Dtype::F32,
+            Format::Bf16 => Dtype::Bf16,
+            _ => Dtype::U8,
         };
-        let header = TensorHeader { name: tensor.name.clone(), dtype, shape: tensor.shape() };
-        entries.push((class, header, i, false));
+        let mut add = |header: TensorHeader, is_scales: bool| {
+            let order = order(tensor, &header, is_scales, &experts);
+            entries.push(Entry { header, tensor: i, is_scales, order });
+        };
+        add(TensorHeader { name: tensor.name.clone(), dtype, shape: tensor.shape() }, false);
         let target = tensor.target();
         let scales = target.format.scale_count(target.rows, target.cols) as u64;
         if scales > 0 {
             let name = format!("{}.qs", tensor.name);
-            entries.push((0, TensorHeader { name, dtype: Dtype::F32, shape: vec![scales] }, i, true));
+            add(TensorHeader { name, dtype: Dtype::F32, shape: vec![scales] }, true);
         }
     }
-    entries.sort_by(|a, b| (a.0, &a.1.name).cmp(&(b.0, &b.1.name)));
-    let headers: Vec<TensorHeader> = entries.iter().map(|(_, header, ..)| header.clone()).collect();
+    entries.sort_by(|a, b| a.order.cmp(&b.order));
+    let headers: Vec<TensorHeader> = entries.iter().map(|entry| entry.header.clone()).collect();
     let unusable = |what: &str| ConvertError::Source(format!("{name} cannot be laid out: {what}"));
     let (json, data_bytes) = header_json(&headers, &[]).map_err(|error| unusable(&error.to_string()))?;
     let head = [&(json.len() as u64).to_le_bytes(), json.as_slice()].concat();
     let mut offset = head.len() as u64;
     let bytes = data_bytes.checked_add(offset).ok_or_else(|| unusable("its size overflows"))?;
-    for (_, header, i, is_scales) in entries {
+    for Entry { header, tensor: i, is_scales, .. } in entries {
         let region = Region { offset, bytes: header.bytes().ok_or_else(|| unusable("its size overflows"))? };
         offset += region.bytes;
         if is_scales { tensors[i].scales = region } else { tensors[i].weights = region }

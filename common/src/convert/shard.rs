@@ -12,6 +12,7 @@ use crate::container::Container;
 use crate::container::load::scale_flaw;
 use crate::container::resolve::Span;
 use crate::disk;
+use crate::io::{SharedFile, Trail, forget};
 use crate::mem::AlignedBuf;
 use crate::quant::{Format, MatrixRef, encode_row};
 
@@ -57,7 +58,9 @@ pub(super) fn write(
         regions.push((tensor.scales, &tensor.name, scales.hasher.finalize()));
     }
     written(file.sync_all())?;
-    verify(&file, path, regions)
+    forget(&file, 0, output.bytes);
+    drop(file);
+    verify(path, regions)
 }
 
 /// Part of an encoded matrix.
@@ -72,15 +75,17 @@ struct Sink<'a> {
     file: &'a File,
     offset: u64,
     hasher: blake3::Hasher,
+    trail: Trail,
 }
 
 impl<'a> Sink<'a> {
     fn new(file: &'a File, region: Region) -> Self {
-        Self { file, offset: region.offset, hasher: blake3::Hasher::new() }
+        Self { file, offset: region.offset, hasher: blake3::Hasher::new(), trail: Trail::default() }
     }
 
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<()> {
         disk::write_all_at(self.file, bytes, self.offset)?;
+        self.trail.wrote(self.file, self.offset, bytes.len() as u64)?;
         self.offset += bytes.len() as u64;
         self.hasher.update(bytes);
         Ok(())
@@ -175,22 +180,15 @@ fn read(
 }
 
 /// Reads the whole file back, from the disk where the system lets us, and compares region by region.
-fn verify(
-    file: &File,
-    path: &Path,
-    mut regions: Vec<(Region, &str, blake3::Hash)>,
-) -> Result<blake3::Hash, ConvertError> {
-    #[cfg(target_os = "linux")]
-    {
-        // Only advice: without it the comparison reads the page cache.
-        let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
-    }
+fn verify(path: &Path, mut regions: Vec<(Region, &str, blake3::Hash)>) -> Result<blake3::Hash, ConvertError> {
+    // Past the page cache, so that the disk is compared and nothing is left behind.
+    let file = SharedFile::new(path, true);
     // The regions fill the file without a gap, so the same pass gives the hash of the whole.
     regions.sort_by_key(|(region, ..)| (region.offset, region.bytes));
     let mut whole = blake3::Hasher::new();
     for (region, name, expected) in regions {
         let mut hasher = blake3::Hasher::new();
-        for_each_piece(file, region, &mut |piece| {
+        for_each_piece(&file, region, &mut |piece| {
             hasher.update(piece);
             whole.update(piece);
         })
@@ -204,21 +202,21 @@ fn verify(
 
 /// BLAKE3 of a file that is there already.
 pub(super) fn hash_file(path: &Path) -> std::io::Result<blake3::Hash> {
-    let file = File::open(path)?;
+    let all = Region { offset: 0, bytes: std::fs::metadata(path)?.len() };
+    let file = SharedFile::new(path, true);
     let mut hasher = blake3::Hasher::new();
-    let all = Region { offset: 0, bytes: file.metadata()?.len() };
     for_each_piece(&file, all, &mut |piece| {
         hasher.update_rayon(piece);
     })?;
     Ok(hasher.finalize())
 }
 
-fn for_each_piece(file: &File, region: Region, f: &mut dyn FnMut(&[u8])) -> std::io::Result<()> {
+fn for_each_piece(file: &SharedFile, region: Region, f: &mut dyn FnMut(&[u8])) -> std::io::Result<()> {
     let mut buf = vec![0; PIECE_BYTES.min(usize::try_from(region.bytes).unwrap_or(PIECE_BYTES))];
     let mut done = 0;
     while done < region.bytes {
         let len = buf.len().min(usize::try_from(region.bytes - done).unwrap_or(usize::MAX));
-        disk::read_exact_at(file, &mut buf[..len], region.offset + done)?;
+        file.read_exact_at(&mut buf[..len], region.offset + done)?;
         f(&buf[..len]);
         done += len as u64;
     }

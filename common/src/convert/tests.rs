@@ -217,19 +217,58 @@ fn every_format_is_written_as_the_rules_say() {
     }
 }
 
+/// Offset and name of every tensor of an output file, in the order of the file.
+fn in_file(path: &Path) -> Vec<(u64, String, Stored)> {
+    let mut tensors: Vec<_> =
+        read_shard(path).into_iter().map(|(name, stored)| (stored.begin, name, stored)).collect();
+    tensors.sort_by_key(|(begin, ..)| *begin);
+    tensors
+}
+
 #[test]
-fn floats_come_first_and_every_class_is_sorted_by_name() {
+fn whole_blocks_come_before_odd_ones_and_every_class_is_sorted_by_name() {
     let dir = tempfile::tempdir().unwrap();
     let options = ConvertOptions { dense: TargetFormat::Bf16, ..ConvertOptions::default() };
     convert(&data("tiny-mtp"), &dir.path().join("out"), &options, &mut go_on).unwrap();
-    let tensors = read_shard(&dir.path().join("out/out-00000.safetensors"));
-    let mut in_file: Vec<_> =
-        tensors.iter().map(|(name, stored)| (stored.begin, stored.dtype.clone(), name.clone())).collect();
-    in_file.sort();
     let class = |dtype: &str| ["F32", "BF16", "U8"].iter().position(|known| *known == dtype).unwrap();
-    let order: Vec<_> = in_file.iter().map(|(_, dtype, name)| (class(dtype), name.clone())).collect();
+    let order: Vec<_> = in_file(&dir.path().join("out/out-00000.safetensors"))
+        .into_iter()
+        .filter(|(_, name, _)| !name.contains(".experts."))
+        .map(|(_, name, stored)| (!stored.bytes.len().is_multiple_of(4096), class(&stored.dtype), name))
+        .collect();
     assert!(order.is_sorted());
-    assert_eq!(order.iter().map(|(class, _)| class).collect::<BTreeSet<_>>().len(), 3);
+    assert_eq!(order.iter().map(|(_, class, _)| class).collect::<BTreeSet<_>>().len(), 3);
+}
+
+#[test]
+fn an_expert_is_one_aligned_range_where_its_parts_allow_it() {
+    let (mut whole, mut aligned) = (0, 0);
+    for (model, experts) in [
+        ("demo-model", TargetFormat::Int4G64),
+        ("demo-model", TargetFormat::Bf16),
+        ("tiny-mtp", TargetFormat::Bf16),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let options = ConvertOptions { experts, ..ConvertOptions::default() };
+        convert(&data(model), &dir.path().join("out"), &options, &mut go_on).unwrap();
+        let container = Container::open(&[dir.path().join("out")]).unwrap();
+        let source = container.experts();
+        for id in source.layout().ids() {
+            let spec = source.layout().spec(id).unwrap();
+            let segments = source.plan(id).unwrap();
+            if let [only] = segments.as_slice() {
+                assert_eq!(only.len, spec.payload_bytes());
+                whole += 1;
+                if only.len.is_multiple_of(4096) {
+                    assert!(only.offset.is_multiple_of(4096), "{id} of {model} at {}", only.offset);
+                    aligned += 1;
+                }
+            } else {
+                assert!(!spec.is_gapless(), "{id} of {model} has {} ranges", segments.len());
+            }
+        }
+    }
+    assert!(whole > 0 && aligned > 0, "{whole} {aligned}");
 }
 
 /// Every file below `dir` with its bytes.

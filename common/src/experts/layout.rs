@@ -161,6 +161,13 @@ impl ExpertSpec {
         ExpertMatrix::ALL.iter().map(|&m| self.matrix(m).bytes()).sum()
     }
 
+    /// Whether the parts follow each other without padding between them, so that a file can hold the record
+    /// as it is.
+    pub fn is_gapless(&self) -> bool {
+        let parts = self.parts();
+        parts.windows(2).all(|pair| matches!(pair, [a, b] if a.range().end == b.offset))
+    }
+
     /// Bytes of the record, a multiple of 4096.
     pub fn record_bytes(&self) -> usize {
         let [.., last] = self.parts();

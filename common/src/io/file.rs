@@ -18,7 +18,7 @@ use super::resident;
 use crate::mem::AlignedBuf;
 
 /// Largest piece of a synchronous direct read that has to be copied into place: half of a level-2 cache.
-const MAX_BOUNCE_BYTES: usize = 512 << 10;
+const MAX_BOUNCE_BYTES: usize = (512 << 10) + 2 * BLOCK_BYTES;
 
 /// Something that can be read in place of a file: the tests' faulty disks, records in memory.
 pub trait ReadAt: Send + Sync {
@@ -161,7 +161,7 @@ impl SharedFile {
     /// # Errors
     /// The last copy's; a short file is [`ErrorKind::UnexpectedEof`].
     pub fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> Result<()> {
-        let mut bounce = Bounce::of(buf.len().min(MAX_BOUNCE_BYTES));
+        let mut bounce = Bounce::of(buf.len().min(512 << 10));
         let mut last = Error::new(ErrorKind::NotFound, "the file has no copy");
         for copy in &self.copies {
             match copy.read(buf, offset, Caching::Auto, true, &mut bounce) {
@@ -192,15 +192,25 @@ impl Bounce {
         Self { buf: None, bytes: piece_bytes.next_multiple_of(BLOCK_BYTES) + 2 * BLOCK_BYTES }
     }
 
+    /// Device drivers take a limited number of memory ranges per request: a megabyte of scattered 4 KiB
+    /// pages may be one too many and becomes two requests. Hence huge pages, except for short reads.
+    fn allocate(&self) -> Result<AlignedBuf> {
+        if self.bytes > MAX_BOUNCE_BYTES {
+            AlignedBuf::huge(self.bytes)
+        } else {
+            AlignedBuf::zeroed(self.bytes)
+        }
+    }
+
     /// The memory itself.
     #[cfg(target_os = "linux")]
     pub(super) fn into_buf(self) -> Result<AlignedBuf> {
-        self.buf.map_or_else(|| AlignedBuf::zeroed(self.bytes), Ok)
+        self.allocate()
     }
 
     fn get(&mut self) -> Result<&mut AlignedBuf> {
         if self.buf.is_none() {
-            self.buf = Some(AlignedBuf::zeroed(self.bytes)?);
+            self.buf = Some(self.allocate()?);
         }
         self.buf.as_mut().ok_or_else(|| ErrorKind::OutOfMemory.into())
     }

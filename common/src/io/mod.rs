@@ -14,6 +14,7 @@
 //! | `op` | one read under way, its end |
 //! | `queue` | per disk: what is queued, what runs, how fast |
 //! | `pread`, `uring` | two ways to run pieces |
+//! | `behind` | writing without filling the page cache |
 //! | `recover` | retries, other copies, the final error |
 //!
 //! *Copies.* A file may be had from several disks. A read goes to the copy with the shortest expected
@@ -22,6 +23,7 @@
 //! *Locks.* One mutex guards all queues; it is never held during a read or a callback. Callbacks run
 //! on threads of the engine, without locks held.
 
+mod behind;
 mod buffer;
 mod file;
 mod op;
@@ -42,6 +44,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+pub use behind::{Behind, Trail};
 pub use file::{ReadAt, SharedFile};
 pub use op::Ticket;
 pub use os::forget;

@@ -68,9 +68,11 @@ pub fn forget(file: &File, offset: u64, len: u64) {
     {
         // Only whole pages are dropped; the neighbours' part of a page costs them one more read at most.
         let begin = offset / BLOCK_BYTES as u64 * BLOCK_BYTES as u64;
-        let end = offset.saturating_add(len).next_multiple_of(BLOCK_BYTES as u64);
-        if let Some(len) = std::num::NonZeroU64::new(end.saturating_sub(begin)) {
-            let _ = rustix::fs::fadvise(file, begin, Some(len), rustix::fs::Advice::DontNeed);
+        let end = offset.saturating_add(len).checked_next_multiple_of(BLOCK_BYTES as u64);
+        // No length means up to the end of the file.
+        let len = end.and_then(|end| std::num::NonZeroU64::new(end.saturating_sub(begin)));
+        if len.is_some() || end.is_none() {
+            let _ = rustix::fs::fadvise(file, begin, len, rustix::fs::Advice::DontNeed);
         }
     }
     #[cfg(not(target_os = "linux"))]

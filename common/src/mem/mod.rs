@@ -21,6 +21,9 @@ pub struct AlignedBuf {
 /// Buffers at least this long ask for huge pages.
 const HUGE_PAGE_THRESHOLD_BYTES: usize = 4 << 20;
 
+/// The usual size of a huge page.
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+
 impl AlignedBuf {
     /// Allocates `len` zero bytes.
     ///
@@ -36,6 +39,18 @@ impl AlignedBuf {
             // Advice only: a kernel without huge pages answers EINVAL and nothing is lost.
             let _ = map.advise(memmap2::Advice::HugePage);
         }
+        Ok(Self { map: Some(map), len })
+    }
+
+    /// As [`AlignedBuf::zeroed`], on huge pages whatever its size, for a buffer that is used over and over.
+    ///
+    /// # Errors
+    /// As [`AlignedBuf::zeroed`].
+    pub fn huge(len: usize) -> std::io::Result<Self> {
+        // Whole huge pages, or none would be used.
+        let map = MmapMut::map_anon(len.max(1).next_multiple_of(HUGE_PAGE_BYTES))?;
+        #[cfg(target_os = "linux")]
+        let _ = map.advise(memmap2::Advice::HugePage);
         Ok(Self { map: Some(map), len })
     }
 
