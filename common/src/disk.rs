@@ -40,7 +40,10 @@ pub fn read_small(path: &Path, limit: u64) -> Result<Vec<u8>> {
         return Err(Error::new(ErrorKind::InvalidInput, "it is not a regular file"));
     }
     let mut bytes = Vec::new();
-    File::open(path)?.take(limit.saturating_add(1)).read_to_end(&mut bytes)?;
+    let file = File::open(path)?;
+    (&file).take(limit.saturating_add(1)).read_to_end(&mut bytes)?;
+    // Tokenizers of large vocabularies have some 20 MB, read once.
+    crate::io::forget(&file, 0, bytes.len() as u64);
     if bytes.len() as u64 > limit {
         let what =
             format!("it has {} bytes, more than the {limit} allowed", meta.len().max(bytes.len() as u64));

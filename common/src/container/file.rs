@@ -27,6 +27,11 @@ impl Shard {
         Self { file: Arc::new(file) }
     }
 
+    /// A shard with further copies of it.
+    pub(crate) fn of(file: SharedFile) -> Self {
+        Self { file: Arc::new(file) }
+    }
+
     pub(crate) fn path(&self) -> &Path {
         self.file.path()
     }

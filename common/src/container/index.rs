@@ -4,8 +4,8 @@
 //! files give hints and warnings only.
 
 use std::collections::hash_map::Entry;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::fs::File;
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
@@ -14,12 +14,16 @@ use serde_json::Value;
 use super::CONVERSION_LOCK;
 use super::error::{ContainerError, Problem};
 use super::file::{MAX_OPEN_SHARDS, Shard};
-use super::safetensors::{Header, TensorInfo, read_header};
+use super::safetensors::{Header, TensorInfo, read_header_with};
+use crate::io::SharedFile;
 
 /// Metadata key of colibrì's format stamp.
 const STAMP_KEY: &str = "colibri.fmt";
 /// Side files are small; anything larger is not read.
 const MAX_SIDE_FILE_BYTES: u64 = 64 << 20;
+
+/// Headers are compared in pieces of this size.
+const COMPARED_BYTES: u64 = 1 << 20;
 
 /// Where a tensor is.
 #[derive(Clone, Debug)]
@@ -68,9 +72,12 @@ impl Index {
             let what = "holds no *.safetensors file; give the directory of a model".to_owned();
             index.problems.push(Problem { file, tensor: None, what });
         }
-        let keep_open = listing.shards.len() <= MAX_OPEN_SHARDS;
-        let opened: Vec<_> = listing.shards.into_par_iter().map(|path| open_shard(path, keep_open)).collect();
-        for (shard, header) in opened {
+        let files = listing.shards.iter().map(|paths| paths.len()).sum::<usize>();
+        let keep_open = files <= MAX_OPEN_SHARDS;
+        let opened: Vec<_> =
+            listing.shards.into_par_iter().map(|paths| open_shard(&paths, keep_open)).collect();
+        for Opened { shard, header, warnings } in opened {
+            index.warnings.extend(warnings);
             match header {
                 Ok(header) => index.add(shard, header),
                 Err(e) => index.unreadable(shard, format!("cannot be read: {e}")),
@@ -163,22 +170,76 @@ fn duplicate(first: &Path, second: &Path, names: usize) -> String {
     format!("it{others} is also in {}; {remedy}", first.display())
 }
 
-fn open_shard(path: PathBuf, keep_open: bool) -> (Shard, std::io::Result<Header>) {
-    let opened = File::open(&path).and_then(|file| {
-        let size = file.metadata()?.len();
-        let header = read_header(&file, size)?;
-        Ok((file, header))
-    });
-    match opened {
-        Ok((file, header)) => (Shard::new(path, keep_open.then_some(file)), Ok(header)),
-        Err(e) => (Shard::new(path, None), Err(e)),
+/// A shard whose header was read, or could not be.
+struct Opened {
+    shard: Shard,
+    header: std::io::Result<Header>,
+    warnings: Vec<String>,
+}
+
+/// Opens the first of `paths`; the others become copies to read from if they prove to be that.
+fn open_shard(paths: &[PathBuf], keep_open: bool) -> Opened {
+    let [path, others @ ..] = paths else {
+        let header = Err(std::io::ErrorKind::NotFound.into());
+        return Opened { shard: Shard::new(PathBuf::new(), None), header, warnings: Vec::new() };
+    };
+    let mut file = SharedFile::new(path, keep_open);
+    let header = read_header_of(&file, path);
+    let mut warnings = Vec::new();
+    if header.is_ok() {
+        for other in others {
+            let copy = SharedFile::new(other, keep_open);
+            match is_copy(&file, path, &copy, other) {
+                Ok(()) => file = file.or(copy),
+                Err(why) => warnings.push(format!(
+                    "{} is not used: it is no copy of {} ({why})",
+                    other.display(),
+                    path.display()
+                )),
+            }
+        }
     }
+    Opened { shard: Shard::of(file), header, warnings }
+}
+
+fn read_header_of(file: &SharedFile, path: &Path) -> std::io::Result<Header> {
+    let meta = std::fs::metadata(path)?;
+    if !meta.is_file() {
+        return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, "it is not a regular file"));
+    }
+    read_header_with(meta.len(), |buf, offset| file.read_exact_at(buf, offset))
+}
+
+/// Whether `copy` has the size and, byte for byte, the header of `file`.
+fn is_copy(file: &SharedFile, path: &Path, copy: &SharedFile, copy_path: &Path) -> Result<(), String> {
+    let size = |path: &Path| std::fs::metadata(path).map(|meta| meta.len()).map_err(|e| e.to_string());
+    let (expected, found) = (size(path)?, size(copy_path)?);
+    if expected != found {
+        return Err(format!("it has {found} bytes instead of {expected}"));
+    }
+    let bytes = |file: &SharedFile, offset: u64, len: usize| {
+        let mut buf = vec![0; len];
+        file.read_exact_at(&mut buf, offset).map(|()| buf).map_err(|e| e.to_string())
+    };
+    let length = bytes(file, 0, size_of::<u64>())?;
+    let header_bytes = length.first_chunk().map_or(0, |length| u64::from_le_bytes(*length));
+    let end = header_bytes.saturating_add(size_of::<u64>() as u64).min(expected);
+    let mut at = 0;
+    while at < end {
+        let len = (end - at).min(COMPARED_BYTES) as usize;
+        if bytes(file, at, len)? != bytes(copy, at, len)? {
+            return Err("it has another header".to_owned());
+        }
+        at += len as u64;
+    }
+    Ok(())
 }
 
 /// What lies in the directories, before any shard is opened.
 #[derive(Default)]
 struct Listing {
-    shards: Vec<PathBuf>,
+    /// Each with the files of the same name in later directories.
+    shards: Vec<Vec<PathBuf>>,
     group_hints: GroupHints,
     warnings: Vec<String>,
 }
@@ -186,7 +247,7 @@ struct Listing {
 impl Listing {
     fn of(dirs: &[PathBuf]) -> Result<Self, ContainerError> {
         let mut listing = Self::default();
-        let mut seen = BTreeSet::new();
+        let mut seen: HashMap<OsString, usize> = HashMap::new();
         for dir in dirs {
             let io = |source| ContainerError::Io { path: dir.clone(), source };
             let mut paths = Vec::new();
@@ -200,8 +261,12 @@ impl Listing {
                 // kept and reported as unreadable.
                 let is_shard = name.to_string_lossy().ends_with(".safetensors")
                     && !std::fs::metadata(&path).is_ok_and(|m| !m.is_file());
-                if is_shard && seen.insert(name.to_owned()) {
-                    listing.shards.push(path);
+                if is_shard {
+                    let number = *seen.entry(name.to_owned()).or_insert(listing.shards.len());
+                    match listing.shards.get_mut(number) {
+                        Some(paths) => paths.push(path),
+                        None => listing.shards.push(vec![path]),
+                    }
                 }
             }
             listing.read_side_files(dir);

@@ -1,15 +1,16 @@
 //! Reading tensors into memory, checking what cannot be checked from headers.
 
-use rayon::prelude::*;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::error::{ContainerError, Problem};
 use super::file::Shard;
 use super::resolve::{MatrixPlace, Span, VectorPlace};
+use crate::io::{Class, IoEngine, IoOptions, ReadError, Segment};
 use crate::mem::AlignedBuf;
 use crate::quant::{Format, Matrix};
 
-/// Large payloads are read in pieces of this size, several at once: drives gain from depth.
-const CHUNK_BYTES: usize = 8 << 20;
+/// Payloads from this size on are read by an engine, in pieces, several at once: drives gain from depth.
+const ENGINE_BYTES: u64 = 1 << 20;
 
 /// Values checked at once: whole blocks are tested without branches, only a bad one is searched.
 const BLOCK: usize = 1024;
@@ -56,10 +57,34 @@ fn first_bad<const N: usize>(bytes: &[u8], good: impl Fn([u8; N]) -> bool) -> Op
     elements[start..].iter().position(|&e| !good(e)).map(|index| start + index)
 }
 
+/// The engine that reads large payloads; started at the first one, stopped when loading is over.
+#[derive(Default)]
+pub(super) struct Loader {
+    engine: Mutex<Option<Arc<IoEngine>>>,
+}
+
+impl Loader {
+    fn engine(&self) -> Arc<IoEngine> {
+        let mut engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(engine.get_or_insert_with(|| Arc::new(IoEngine::start(IoOptions::default()))))
+    }
+
+    /// Gives threads and buffers back.
+    pub(super) fn stop(&self) {
+        let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(engine);
+    }
+}
+
 /// Reads one matrix; `name` is for messages.
-pub(super) fn matrix(shards: &[Shard], name: &str, place: &MatrixPlace) -> Result<Matrix, ContainerError> {
+pub(super) fn matrix(
+    shards: &[Shard],
+    loader: &Loader,
+    name: &str,
+    place: &MatrixPlace,
+) -> Result<Matrix, ContainerError> {
     let spec = place.spec;
-    let weights = payload(shards, &place.weights)?;
+    let weights = payload(shards, loader, &place.weights)?;
     if let Some(what) = weight_flaw(spec.format, &weights) {
         return Err(damaged(shards, &place.weights, name, what));
     }
@@ -74,8 +99,13 @@ pub(super) fn matrix(shards: &[Shard], name: &str, place: &MatrixPlace) -> Resul
 }
 
 /// Reads one float vector as f32.
-pub(super) fn vector(shards: &[Shard], name: &str, place: &VectorPlace) -> Result<Vec<f32>, ContainerError> {
-    let bytes = payload(shards, &place.span)?;
+pub(super) fn vector(
+    shards: &[Shard],
+    loader: &Loader,
+    name: &str,
+    place: &VectorPlace,
+) -> Result<Vec<f32>, ContainerError> {
+    let bytes = payload(shards, loader, &place.span)?;
     let values = floats(place.format, &bytes);
     match values.iter().position(|v| !v.is_finite()) {
         None => Ok(values),
@@ -98,26 +128,40 @@ fn floats(format: Format, bytes: &[u8]) -> Vec<f32> {
 }
 
 /// Reads a whole span into page-aligned memory.
-fn payload(shards: &[Shard], span: &Span) -> Result<AlignedBuf, ContainerError> {
+fn payload(shards: &[Shard], loader: &Loader, span: &Span) -> Result<AlignedBuf, ContainerError> {
     let too_large =
         |_| std::io::Error::new(std::io::ErrorKind::OutOfMemory, "it is larger than the address space");
     let mut buf = usize::try_from(span.bytes)
         .map_err(too_large)
         .and_then(AlignedBuf::zeroed)
         .map_err(|source| io_error(shards, span, source))?;
-    read(shards, span, &mut buf)?;
-    Ok(buf)
+    if span.bytes < ENGINE_BYTES {
+        read(shards, span, &mut buf)?;
+        return Ok(buf);
+    }
+    let file = Arc::clone(find(shards, span)?.file());
+    let segment = Segment { file, offset: span.offset, len: buf.len(), at: 0 };
+    let (buf, result) = loader.engine().read(buf, vec![segment], Class::Demand);
+    match (buf, result) {
+        (Some(buf), Ok(())) => Ok(buf),
+        (_, Err(ReadError::Failed { path, source, .. })) => Err(ContainerError::Io { path, source }),
+        (_, result) => {
+            let why = result.err().unwrap_or(ReadError::Stopped);
+            Err(io_error(shards, span, std::io::Error::other(why)))
+        }
+    }
 }
 
-/// Fills `buf`, which is at most as long as the span, in parallel pieces.
-fn read(shards: &[Shard], span: &Span, buf: &mut [u8]) -> Result<(), ContainerError> {
-    let shard = shards.get(span.shard as usize).ok_or_else(|| {
+fn find<'a>(shards: &'a [Shard], span: &Span) -> Result<&'a Shard, ContainerError> {
+    shards.get(span.shard as usize).ok_or_else(|| {
         io_error(shards, span, std::io::Error::new(std::io::ErrorKind::NotFound, "no such shard"))
-    })?;
-    buf.par_chunks_mut(CHUNK_BYTES)
-        .enumerate()
-        .try_for_each(|(i, piece)| shard.read_exact_at(piece, span.offset + (i * CHUNK_BYTES) as u64))
-        .map_err(|source| io_error(shards, span, source))
+    })
+}
+
+/// Fills `buf`, which is at most as long as the span, on this thread.
+fn read(shards: &[Shard], span: &Span, buf: &mut [u8]) -> Result<(), ContainerError> {
+    let read = find(shards, span)?.read_exact_at(buf, span.offset);
+    read.map_err(|source| io_error(shards, span, source))
 }
 
 /// Reads at most `limit` bytes from the start of a span.

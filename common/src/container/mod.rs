@@ -72,6 +72,7 @@ struct Inner {
     dirs: Vec<PathBuf>,
     shards: Vec<Shard>,
     resolved: Resolved,
+    loader: load::Loader,
 }
 
 impl Inner {
@@ -127,7 +128,12 @@ impl Container {
         let summary = summary::summarise(&config, &resolved, &index);
         let bytes = summary::byte_sums(&resolved);
         let fingerprint = fingerprint::start(&config, &index);
-        let inner = Arc::new(Inner { dirs: dirs.to_vec(), shards: index.shards, resolved });
+        let inner = Arc::new(Inner {
+            dirs: dirs.to_vec(),
+            shards: index.shards,
+            resolved,
+            loader: load::Loader::default(),
+        });
         Ok(Self { inner, config, summary, bytes, fingerprint })
     }
 
@@ -213,7 +219,7 @@ impl Container {
     /// Missing name, short read, non-finite weight, non-finite or negative scale.
     pub fn load_matrix(&self, name: &str) -> Result<Matrix, ContainerError> {
         match self.place(name) {
-            Some(Place::Matrix(place)) => load::matrix(&self.inner.shards, name, &place),
+            Some(Place::Matrix(place)) => load::matrix(&self.inner.shards, &self.inner.loader, name, &place),
             Some(Place::Vector(_)) => Err(self.misuse(name, "is a vector, not a matrix")),
             None => Err(self.misuse(name, "is not a tensor of this model")),
         }
@@ -225,10 +231,16 @@ impl Container {
     /// As [`Container::load_matrix`]; every element must be finite.
     pub fn load_vector(&self, name: &str) -> Result<Vec<f32>, ContainerError> {
         match self.place(name) {
-            Some(Place::Vector(place)) => load::vector(&self.inner.shards, name, &place),
+            Some(Place::Vector(place)) => load::vector(&self.inner.shards, &self.inner.loader, name, &place),
             Some(Place::Matrix(_)) => Err(self.misuse(name, "is a matrix, not a vector")),
             None => Err(self.misuse(name, "is not a tensor of this model")),
         }
+    }
+
+    /// Gives back the threads and buffers that loading matrices took; to be called when that is over.
+    /// Loading more later works all the same.
+    pub fn finish_loading(&self) {
+        self.inner.loader.stop();
     }
 
     /// The routed experts as a record source; shares the open files.

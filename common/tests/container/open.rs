@@ -298,3 +298,53 @@ fn a_read_only_directory_of_links_works() {
     std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o755)).unwrap();
     assert_eq!(opened.unwrap(), 96);
 }
+
+#[test]
+fn a_copy_in_a_second_directory_is_read_when_the_first_fails() {
+    let (first, second) = (copy("colibri-container"), copy("colibri-container"));
+    let both = [first.path().to_owned(), second.path().to_owned()];
+    let intact = open(&data("colibri-container")).unwrap();
+    let container = Container::open(&both).unwrap();
+    assert_eq!(container.summary().warnings, intact.summary().warnings);
+    for entry in std::fs::read_dir(first.path()).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|e| e == "safetensors") {
+            // As after a crash of the file system: the file is there, its end is not.
+            std::fs::OpenOptions::new().write(true).open(path).unwrap().set_len(100).unwrap();
+        }
+    }
+    let (source, wanted) = (container.experts(), intact.experts());
+    for id in wanted.layout().ids() {
+        let bytes = wanted.layout().record_bytes(id).unwrap();
+        let (mut found, mut expected) = (vec![0; bytes], vec![0; bytes]);
+        source.read(id, &mut found).unwrap();
+        wanted.read(id, &mut expected).unwrap();
+        assert!(found == expected, "{id}");
+    }
+    let name = "model.layers.0.self_attn.o_proj.weight";
+    assert_eq!(
+        container.load_matrix(name).unwrap().weights[..],
+        intact.load_matrix(name).unwrap().weights[..]
+    );
+    container.finish_loading();
+    assert_eq!(container.fingerprint().unwrap(), intact.fingerprint().unwrap());
+}
+
+#[test]
+fn a_file_of_the_same_name_that_is_no_copy_is_left_alone() {
+    let (first, second) = (copy("colibri-container"), copy("colibri-container"));
+    let shard = |dir: &tempfile::TempDir| dir.path().join("out-00000.safetensors");
+    // Same size, another header.
+    let bytes = std::fs::read(shard(&second)).unwrap();
+    let at = bytes.windows(7).position(|w| w == b"lm_head").unwrap();
+    let mut other = bytes.clone();
+    other[at..at + 7].copy_from_slice(b"lm_tail");
+    std::fs::write(shard(&second), &other).unwrap();
+    let both = [first.path().to_owned(), second.path().to_owned()];
+    let warnings = Container::open(&both).unwrap().summary().warnings.clone();
+    let warning = warnings.iter().find(|w| w.contains("is no copy of")).unwrap();
+    assert!(warning.contains("another header") && warning.contains("out-00000"), "{warning}");
+    std::fs::write(shard(&second), &bytes[..bytes.len() - 1]).unwrap();
+    let warnings = Container::open(&both).unwrap().summary().warnings.clone();
+    assert!(warnings.iter().any(|w| w.contains("bytes instead of")), "{warnings:?}");
+}
