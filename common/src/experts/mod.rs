@@ -220,26 +220,34 @@ pub trait ExpertSource: Send + Sync {
     /// # Errors
     /// [`ExpertError::Missing`], [`ExpertError::Read`] or [`ExpertError::Damaged`].
     fn read(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError> {
-        let segments = self.plan(id)?;
-        let wanted = self.layout().record_bytes(id).unwrap_or(0);
-        if record.len() != wanted {
-            let what = format!("the buffer has {} bytes, the record {wanted}", record.len());
-            let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, what);
-            return Err(ExpertError::Read { id, path: self.describe().into(), source });
-        }
-        for Segment { file, offset, len, at } in segments {
-            let part = at.checked_add(len).and_then(|end| record.get_mut(at..end));
-            let Some(part) = part else {
-                let source =
-                    std::io::Error::new(std::io::ErrorKind::InvalidInput, "a part leaves the record");
-                return Err(ExpertError::Read { id, path: file.path().to_owned(), source });
-            };
-            file.read_exact_at(part, offset)
-                .map_err(|source| ExpertError::unreadable(id, file.path().to_owned(), source))?;
-        }
-        self.finish(id, record)
+        read_plainly(self, id, record)
     }
 
     /// "container" or "pack", with the path, for messages.
     fn describe(&self) -> String;
+}
+
+/// What [`ExpertSource::read`] does unless a source has reason to do more: plan, read, finish.
+fn read_plainly<S: ExpertSource + ?Sized>(
+    from: &S,
+    id: ExpertId,
+    record: &mut [u8],
+) -> Result<(), ExpertError> {
+    let segments = from.plan(id)?;
+    let wanted = from.layout().record_bytes(id).unwrap_or(0);
+    if record.len() != wanted {
+        let what = format!("the buffer has {} bytes, the record {wanted}", record.len());
+        let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, what);
+        return Err(ExpertError::Read { id, path: from.describe().into(), source });
+    }
+    for Segment { file, offset, len, at } in segments {
+        let part = at.checked_add(len).and_then(|end| record.get_mut(at..end));
+        let Some(part) = part else {
+            let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, "a part leaves the record");
+            return Err(ExpertError::Read { id, path: file.path().to_owned(), source });
+        };
+        file.read_exact_at(part, offset)
+            .map_err(|source| ExpertError::unreadable(id, file.path().to_owned(), source))?;
+    }
+    from.finish(id, record)
 }

@@ -16,7 +16,8 @@
 //!
 //! Nothing read from disk is believed: manifest and index carry checksums (an index entry's also
 //! covers its position and the model), every offset is checked against layout and file sizes before
-//! use, and a record is hashed **at every read from disk**; what is served is what was stored.
+//! use, and a record is hashed **when it is first read**, by [`ExpertSource::read`](super::ExpertSource::read)
+//! at every read; what is served is what was stored.
 
 mod index;
 mod manifest;
