@@ -7,9 +7,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-use shimmer_common::experts::{
-    ExpertCompute as _, ExpertError, ExpertId, ExpertLayout, ExpertSource, LocalStore,
-};
+use shimmer_common::experts::{ExpertCompute as _, ExpertError, ExpertSource, LocalStore};
 use shimmer_common::kernels::Kernels;
 use shimmer_common::profile::NumericProfile;
 use shimmer_proto::v1;

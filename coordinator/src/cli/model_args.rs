@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
+use shimmer_common::io::{Caching, IoMode, IoOptions};
 use shimmer_common::kernels::{Isa, Kernels};
 
 use super::error::CliError;
@@ -38,6 +39,30 @@ impl IsaChoice {
         };
         Kernels::new(isa).map_err(|e| CliError::Usage(e.to_string()))
     }
+}
+
+/// `--io`: how records are read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum IoChoice {
+    /// io_uring on Linux where the kernel allows it, else threads.
+    #[default]
+    Auto,
+    /// io_uring, or threads where it is refused.
+    Uring,
+    /// Threads.
+    Pread,
+}
+
+/// `--io-cache`: what reading does to the page cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum IoCacheChoice {
+    /// Take what it holds, read the rest past it.
+    #[default]
+    Auto,
+    /// Always from the disk.
+    Direct,
+    /// Through it; it grows beyond --ram.
+    Buffered,
 }
 
 /// Who computes the routed experts.
@@ -110,6 +135,18 @@ pub struct LimitArgs {
     #[arg(long, value_enum, value_name = "ISA", default_value_t)]
     pub isa: IsaChoice,
 
+    /// How expert records are read
+    #[arg(long, value_enum, value_name = "HOW", default_value_t, hide_short_help = true)]
+    pub io: IoChoice,
+
+    /// What reading experts does to the page cache
+    #[arg(long, value_enum, value_name = "HOW", default_value_t, hide_short_help = true)]
+    pub io_cache: IoCacheChoice,
+
+    /// Reads under way at once, per disk, 1 MiB each [default: 8]
+    #[arg(long, value_name = "N", value_parser = parse_depth, hide_short_help = true)]
+    pub io_depth: Option<usize>,
+
     /// Longest conversation in tokens [default: 8192, or the model's limit if that is lower]
     #[arg(long, value_name = "TOKENS", value_parser = parse_positive)]
     pub context: Option<usize>,
@@ -133,6 +170,27 @@ pub struct LimitArgs {
     /// Nodes to use besides those that register, host:port,…
     #[arg(long, value_name = "ADDR", value_delimiter = ',', value_parser = parse_host_port)]
     pub expert_nodes: Vec<String>,
+}
+
+impl LimitArgs {
+    /// How expert records are to be read.
+    pub fn io_options(&self) -> IoOptions {
+        let defaults = IoOptions::default();
+        IoOptions {
+            mode: match self.io {
+                IoChoice::Auto => IoMode::Auto,
+                IoChoice::Uring => IoMode::Uring,
+                IoChoice::Pread => IoMode::Pread,
+            },
+            caching: match self.io_cache {
+                IoCacheChoice::Auto => Caching::Auto,
+                IoCacheChoice::Direct => Caching::Direct,
+                IoCacheChoice::Buffered => Caching::Buffered,
+            },
+            depth: self.io_depth.unwrap_or(defaults.depth),
+            ..defaults
+        }
+    }
 }
 
 /// Checks that an address has the form host:port.
@@ -165,6 +223,13 @@ fn parse_threads(text: &str) -> Result<usize, String> {
     match text.parse::<usize>() {
         Ok(n @ 1..=1024) => Ok(n),
         _ => Err("write a number of threads from 1 to 1024".to_owned()),
+    }
+}
+
+fn parse_depth(text: &str) -> Result<usize, String> {
+    match text.parse::<usize>() {
+        Ok(n @ 1..=256) => Ok(n),
+        _ => Err("write a number of reads from 1 to 256".to_owned()),
     }
 }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use shimmer_common::container::Container;
 use shimmer_common::experts::pack::Pack;
-use shimmer_common::experts::{ExpertCompute, ExpertId, ExpertSource, LocalStore};
+use shimmer_common::experts::{ExpertCompute, ExpertId, ExpertSource, LocalStore, StoreOptions};
 use shimmer_common::machine;
 use shimmer_common::profile::NumericProfile;
 
@@ -264,7 +264,11 @@ pub fn load_parts<T>(
     check_small(&*source)?;
     let local = match limits.experts {
         ExpertsChoice::Cluster => None,
-        _ => Some(Arc::new(LocalStore::new(source.clone(), kernels, profile, memory.expert_bytes as usize)?)),
+        _ => {
+            let options =
+                StoreOptions { io: limits.io_options(), ..StoreOptions::new(memory.expert_bytes as usize) };
+            Some(Arc::new(LocalStore::open(source.clone(), kernels, profile, options)?))
+        }
     };
     let cluster = match cluster {
         None => None,
@@ -287,6 +291,7 @@ pub fn load_parts<T>(
     let model =
         pool.install(|| model::load(&container, kernels, experts, &mut |done, _| bar.set_position(done)))?;
     bar.finish_and_clear();
+    container.finish_loading();
     let load_s = started.elapsed().as_secs_f64();
     output::note(&format!(
         "loaded in {load_s:.1} s: dense part {}, experts in RAM {} of {}, {} threads, {}",
