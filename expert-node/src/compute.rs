@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-use shimmer_common::experts::{ExpertCompute as _, ExpertError, ExpertSource, LocalStore};
+use shimmer_common::experts::{ExpertCompute as _, ExpertError, ExpertSource, LocalStore, MemoryWatch};
 use shimmer_common::kernels::Kernels;
 use shimmer_common::profile::NumericProfile;
 use shimmer_proto::v1;
@@ -77,7 +77,8 @@ impl Compute {
         threads: usize,
         alive: mpsc::Sender<()>,
     ) -> Result<Self, NodeError> {
-        let store = LocalStore::new(source, kernels, profile, ram_bytes)?;
+        let store = Arc::new(LocalStore::new(source, kernels, profile, ram_bytes)?);
+        let watch = MemoryWatch::start(&store);
         let (jobs, queue) = mpsc::channel::<Job>();
         let (started, ready) = mpsc::channel();
         std::thread::Builder::new()
@@ -92,7 +93,7 @@ impl Compute {
                 while let Ok(job) = queue.recv() {
                     pool.install(|| work(&store, job));
                 }
-                drop(store);
+                drop((watch, store));
                 drop(alive);
             })
             .map_err(|e| NodeError::Machine {

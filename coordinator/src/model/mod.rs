@@ -15,6 +15,7 @@ mod weights;
 pub use rows::Rows;
 pub use sequence::Sequence;
 pub use trace::{Trace, TraceLevel, TraceTensor};
+pub use weights::decoded_bytes;
 
 use std::sync::Arc;
 
