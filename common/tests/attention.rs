@@ -63,7 +63,7 @@ fn rows_of(out: &[f32], rows: usize, stride: usize, width: usize) -> Vec<Vec<u32
     split(out, stride, width, 0..rows).iter().map(|row| bits(row)).collect()
 }
 
-const FORMATS: [Format; 8] = [
+const FORMATS: [Format; 10] = [
     Format::Int8Row,
     Format::Bf16,
     Format::F32,
@@ -71,6 +71,8 @@ const FORMATS: [Format; 8] = [
     Format::Fp8Block,
     Format::Int4Row,
     Format::Int4Grouped { group: 64 },
+    Format::Int4Grouped { group: 16 },
+    Format::Int4Grouped { group: 48 },
     Format::Int2Row,
 ];
 

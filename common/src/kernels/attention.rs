@@ -6,7 +6,7 @@
 
 use super::Kernels;
 use super::ops::{FloatOp, Ops};
-use crate::math::{LANES, Stripes, dot_body};
+use crate::math::{LANES, Stripes, dot_body, load_lanes};
 use crate::quant::decode::decode_row_body;
 use crate::quant::{Format, MatrixRef};
 
@@ -215,13 +215,17 @@ fn tiled_dots<S: Stripes, const M: usize>(
             for j in (first..whole).step_by(4) {
                 let b = [b.row(j), b.row(j + 1), b.row(j + 2), b.row(j + 3)];
                 if rows == M {
-                    let tile = dot_tile::<S, M>(s, std::array::from_fn(|k| a.row(i + k)), b);
+                    let mut rows: [&[f32]; M] = [&[]; M];
+                    for (k, row) in rows.iter_mut().enumerate() {
+                        *row = a.row(i + k);
+                    }
+                    let tile = dot_tile::<S, M>(s, rows, b);
                     for (k, dots) in tile.into_iter().enumerate() {
-                        out.part(i + k, at + j, 4).copy_from_slice(&dots.map(|dot| dot * scale));
+                        put_scaled(dots, scale, out.part(i + k, at + j, 4));
                     }
                 } else {
                     let [dots] = dot_tile::<S, 1>(s, [a.row(i)], b);
-                    out.part(i, at + j, 4).copy_from_slice(&dots.map(|dot| dot * scale));
+                    put_scaled(dots, scale, out.part(i, at + j, 4));
                 }
             }
             for k in i..i + rows {
@@ -234,17 +238,25 @@ fn tiled_dots<S: Stripes, const M: usize>(
     }
 }
 
+#[inline(always)]
+fn put_scaled(dots: [f32; 4], scale: f32, out: &mut [f32]) {
+    for (out, dot) in out.iter_mut().zip(dots) {
+        *out = dot * scale;
+    }
+}
+
 /// `M × 4` dot products side by side.
 #[inline(always)]
 fn dot_tile<S: Stripes, const M: usize>(s: S, a: [&[f32]; M], b: [&[f32]; 4]) -> [[f32; 4]; M] {
     let len = b[0].len();
-    let a = a.map(|row| &row[..len]);
-    let b = b.map(|row| &row[..len]);
+    let mut a_chunks: [&[[f32; LANES]]; M] = [&[]; M];
+    let mut b_chunks: [&[[f32; LANES]]; 4] = [&[]; 4];
+    for (chunks, row) in a_chunks.iter_mut().zip(a).chain(b_chunks.iter_mut().zip(b)) {
+        *chunks = row[..len].as_chunks().0;
+    }
     let mut acc = [[s.zero(); 4]; M];
-    let a_chunks = a.map(|row| row.as_chunks::<LANES>().0);
-    let b_chunks = b.map(|row| row.as_chunks::<LANES>().0);
     for c in 0..len / LANES {
-        let b: [S::Acc; 4] = std::array::from_fn(|j| s.load(&b_chunks[j][c]));
+        let b = load_each(s, b_chunks, c);
         for (a, acc) in a_chunks.iter().zip(&mut acc) {
             let a = s.load(&a[c]);
             for (b, acc) in b.iter().zip(acc) {
@@ -253,15 +265,29 @@ fn dot_tile<S: Stripes, const M: usize>(s: S, a: [&[f32]; M], b: [&[f32]; 4]) ->
         }
     }
     if !len.is_multiple_of(LANES) {
-        let tail = |row: &[f32]| s.load(&crate::math::load_lanes(row.as_chunks::<LANES>().1));
-        let b = b.map(tail);
-        for (a, acc) in a.into_iter().map(tail).zip(&mut acc) {
-            for (b, acc) in b.iter().zip(acc) {
-                *acc = s.mul_add(a, *b, *acc);
+        for (a, acc) in a.into_iter().zip(&mut acc) {
+            for (b, acc) in b.into_iter().zip(acc) {
+                *acc = s.mul_add(tail(s, a), tail(s, b), *acc);
             }
         }
     }
-    acc.map(|acc| s.tree4(acc))
+    let mut dots = [[0.0; 4]; M];
+    for (dots, acc) in dots.iter_mut().zip(acc) {
+        *dots = s.tree4(acc);
+    }
+    dots
+}
+
+/// What is left of a row after its whole chunks.
+#[inline(always)]
+fn tail<S: Stripes>(s: S, row: &[f32]) -> S::Acc {
+    s.load(&load_lanes(row.as_chunks::<LANES>().1))
+}
+
+/// Chunk `c` of each of four rows.
+#[inline(always)]
+fn load_each<S: Stripes>(s: S, rows: [&[[f32; LANES]]; 4], c: usize) -> [S::Acc; 4] {
+    [s.load(&rows[0][c]), s.load(&rows[1][c]), s.load(&rows[2][c]), s.load(&rows[3][c])]
 }
 
 /// Rows joined in one go while a tile of the sums is in registers: what these rows have in a tile's columns
@@ -344,8 +370,10 @@ fn accumulate_tile<S: Stripes, const M: usize, const C: usize>(
     out: &mut RowsMut<'_>,
 ) {
     let column = block.chunk * LANES;
-    let weights: [&[f32]; M] =
-        std::array::from_fn(|m| &weights.row(i + m)[block.at + block.first..block.at + block.end]);
+    let mut block_weights: [&[f32]; M] = [&[]; M];
+    for (m, of_row) in block_weights.iter_mut().enumerate() {
+        *of_row = &weights.row(i + m)[block.at + block.first..block.at + block.end];
+    }
     let mut acc = [[s.zero(); C]; M];
     for (m, acc) in acc.iter_mut().enumerate() {
         let sums = out.part(i + m, column, C * LANES).as_chunks::<LANES>().0;
@@ -354,9 +382,12 @@ fn accumulate_tile<S: Stripes, const M: usize, const C: usize>(
         }
     }
     for k in 0..block.end - block.first {
-        let row = rows.row(block.first + k)[column..column + C * LANES].as_chunks::<LANES>().0;
-        let row: [S::Acc; C] = std::array::from_fn(|c| s.load(&row[c]));
-        for (weights, acc) in weights.iter().zip(&mut acc) {
+        let chunks = rows.row(block.first + k)[column..column + C * LANES].as_chunks::<LANES>().0;
+        let mut row = [s.zero(); C];
+        for (row, chunk) in row.iter_mut().zip(chunks) {
+            *row = s.load(chunk);
+        }
+        for (weights, acc) in block_weights.iter().zip(&mut acc) {
             let weight = s.splat(weights[k]);
             for (row, acc) in row.iter().zip(acc) {
                 *acc = s.mul_add(weight, *row, *acc);
@@ -384,60 +415,97 @@ const DECODED_GAP: usize = LANES;
 #[inline(always)]
 fn stored_dots<S: Stripes>(s: S, a: RowsRef<'_>, w: StoredRows<'_>, out: &mut RowsMut<'_>) {
     assert_eq!(a.width, w.matrix.cols, "dot products take rows of one length");
-    let fused = if S::WIDE { FUSED_ROWS_MAX } else { 2 };
+    let fused = if S::WIDE { FUSED_ROWS_MAX } else { FUSED_ROWS_MAX / 2 };
     if a.count <= fused && w.matrix.cols.is_multiple_of(LANES) {
-        match w.matrix.format {
-            Format::Int8Row => return fused_dots_of(s, a, Int8Rows(w), w.count, out),
-            Format::Bf16 => return fused_dots_of(s, a, Bf16Rows(w), w.count, out),
+        match (w.matrix.format, nibble_shift(w.matrix.format)) {
+            (Format::Int8Row, _) => return fused_dots_of(s, a, Int8Rows(w), w.count, out),
+            (Format::Bf16, _) => return fused_dots_of(s, a, Bf16Rows(w), w.count, out),
+            (_, Some(shift)) => return fused_dots_of(s, a, Int4Rows(w, shift), w.count, out),
             _ => {}
         }
     }
-    for_decoded(s, w, |first, rows| dots(s, a, rows, 1.0, first, out));
+    let mut panel = Panel::new(w);
+    while let Some((first, rows)) = panel.next(s) {
+        dots(s, a, rows, 1.0, first, out);
+    }
 }
 
 /// See [`Kernels::stored_accumulate`].
 #[inline(always)]
 fn stored_accumulate<S: Stripes>(s: S, weights: RowsRef<'_>, w: StoredRows<'_>, out: &mut RowsMut<'_>) {
     if weights.count <= FUSED_ROWS_MAX && w.matrix.cols.is_multiple_of(LANES) {
-        match w.matrix.format {
-            Format::Int8Row => return fused_accumulate(s, weights, Int8Rows(w), w.count, out),
-            Format::Bf16 => return fused_accumulate(s, weights, Bf16Rows(w), w.count, out),
+        match (w.matrix.format, nibble_shift(w.matrix.format)) {
+            (Format::Int8Row, _) => return fused_accumulate(s, weights, Int8Rows(w), w.count, out),
+            (Format::Bf16, _) => return fused_accumulate(s, weights, Bf16Rows(w), w.count, out),
+            (_, Some(shift)) => return fused_accumulate(s, weights, Int4Rows(w, shift), w.count, out),
             _ => {}
         }
     }
-    for_decoded(s, w, |first, rows| accumulate(s, weights, first, rows, out));
+    let mut panel = Panel::new(w);
+    while let Some((first, rows)) = panel.next(s) {
+        accumulate(s, weights, first, rows, out);
+    }
 }
 
-/// Calls `f` with the decoded rows, some at a time, and the number of those before them.
+/// For nibble formats whose groups are whole chunks of 16 columns: by how much a chunk's index is shifted to
+/// give the index of its scale.
 #[inline(always)]
-fn for_decoded<S: Stripes>(s: S, w: StoredRows<'_>, mut f: impl FnMut(usize, RowsRef<'_>)) {
-    let cols = w.matrix.cols;
-    let stride = cols + DECODED_GAP;
-    let mut buffer = vec![0.0; DECODED_ROWS.min(w.count) * stride];
-    for first in (0..w.count).step_by(DECODED_ROWS) {
-        let count = DECODED_ROWS.min(w.count - first);
-        for (i, out) in buffer.chunks_exact_mut(stride).take(count).enumerate() {
-            decode(s, w.matrix, w.first + first + i, &mut out[..cols]);
+fn nibble_shift(format: Format) -> Option<u32> {
+    match format {
+        Format::Int4Row => Some(usize::BITS - 1),
+        Format::Int4Grouped { group } if group >= 16 && group.is_power_of_two() => Some(group.ilog2() - 4),
+        _ => None,
+    }
+}
+
+/// Decodes stored rows into a buffer, some at a time.
+//
+// The loops of this module are no closures: a closure that is not inlined would be compiled without the
+// instruction set.
+struct Panel<'a> {
+    rows: StoredRows<'a>,
+    done: usize,
+    buffer: Vec<f32>,
+}
+
+impl<'a> Panel<'a> {
+    fn new(rows: StoredRows<'a>) -> Self {
+        let buffer = vec![0.0; DECODED_ROWS.min(rows.count) * (rows.matrix.cols + DECODED_GAP)];
+        Self { rows, done: 0, buffer }
+    }
+
+    /// The next rows and the number of those before them.
+    #[inline(always)]
+    fn next<S: Stripes>(&mut self, s: S) -> Option<(usize, RowsRef<'_>)> {
+        let (cols, before) = (self.rows.matrix.cols, self.done);
+        let stride = cols + DECODED_GAP;
+        let count = DECODED_ROWS.min(self.rows.count - before);
+        for i in 0..count {
+            decode(s, self.rows, before + i, &mut self.buffer[i * stride..][..cols]);
         }
-        f(first, RowsRef::new(&buffer, stride, cols, count));
+        self.done += count;
+        (count > 0).then(|| (before, RowsRef::new(&self.buffer, stride, cols, count)))
     }
 }
 
-/// Row `row` of `matrix`, the values of [`MatrixRef::decode_row`].
+/// Row `i` of `rows`, the values of [`MatrixRef::decode_row`].
 #[inline(always)]
-fn decode<S: Stripes>(s: S, matrix: MatrixRef<'_>, row: usize, out: &mut [f32]) {
-    if matrix.format != Format::Int8Row {
-        return decode_row_body(&matrix, row, out);
+fn decode<S: Stripes>(s: S, rows: StoredRows<'_>, i: usize, out: &mut [f32]) {
+    if rows.matrix.cols.is_multiple_of(LANES) {
+        match (rows.matrix.format, nibble_shift(rows.matrix.format)) {
+            (Format::Int8Row, _) => return decode_chunks(s, Int8Rows(rows), i, out),
+            (_, Some(shift)) => return decode_chunks(s, Int4Rows(rows, shift), i, out),
+            _ => {}
+        }
     }
-    let stored: &[i8] = bytemuck::cast_slice(matrix.row_weights(row));
-    let scale = matrix.row_scales(row)[0];
-    let (chunks, tail) = stored.as_chunks::<LANES>();
-    let (out_chunks, out_tail) = out.as_chunks_mut::<LANES>();
-    for (stored, out) in chunks.iter().zip(out_chunks) {
-        s.store(s.mul(s.load_i8(stored), s.splat(scale)), out);
-    }
-    for (stored, out) in tail.iter().zip(out_tail) {
-        *out = f32::from(*stored) * scale;
+    decode_row_body(&rows.matrix, rows.first + i, out);
+}
+
+#[inline(always)]
+fn decode_chunks<S: Stripes, D: Decoded<S>>(s: S, rows: D, i: usize, out: &mut [f32]) {
+    let row = rows.row(i);
+    for (c, out) in out.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+        s.store(D::chunk(s, row, c), out);
     }
 }
 
@@ -505,6 +573,30 @@ impl<'a, S: Stripes> Decoded<S> for Bf16Rows<'a> {
     }
 }
 
+/// [`Format::Int4Row`] and [`Format::Int4Grouped`], with their [`nibble_shift`].
+#[derive(Clone, Copy)]
+struct Int4Rows<'a>(StoredRows<'a>, u32);
+
+impl<'a, S: Stripes> Decoded<S> for Int4Rows<'a> {
+    type Row = (&'a [[u8; LANES / 2]], &'a [f32], u32);
+
+    #[inline(always)]
+    fn row(self, i: usize) -> Self::Row {
+        let StoredRows { matrix, first, .. } = self.0;
+        (matrix.row_weights(first + i).as_chunks().0, matrix.row_scales(first + i), self.1)
+    }
+
+    #[inline(always)]
+    fn chunk(s: S, (chunks, scales, shift): Self::Row, c: usize) -> S::Acc {
+        s.mul(s.load_nibbles(&chunks[c]), s.splat(scales[c >> shift]))
+    }
+
+    #[inline(always)]
+    fn chunks(self) -> usize {
+        self.0.matrix.cols / LANES
+    }
+}
+
 /// Chooses the tile for the number of rows.
 #[inline(always)]
 fn fused_dots_of<S: Stripes, D: Decoded<S>>(s: S, a: RowsRef<'_>, w: D, count: usize, out: &mut RowsMut<'_>) {
@@ -527,13 +619,23 @@ fn fused_dots<S: Stripes, D: Decoded<S>, const R: usize>(
     out: &mut RowsMut<'_>,
 ) {
     let chunks = w.chunks();
-    let a: [&[[f32; LANES]]; R] = std::array::from_fn(|r| &a.row(r).as_chunks().0[..chunks]);
+    let mut rows: [&[[f32; LANES]]; R] = [&[]; R];
+    for (r, row) in rows.iter_mut().enumerate() {
+        *row = &a.row(r).as_chunks().0[..chunks];
+    }
+    let a = rows;
     for first in (0..count).step_by(4) {
         // Past the end the last row is computed again and not stored.
-        let w: [D::Row; 4] = std::array::from_fn(|j| w.row((first + j).min(count - 1)));
+        let mut rows = [w.row(first); 4];
+        for (j, row) in rows.iter_mut().enumerate() {
+            *row = w.row((first + j).min(count - 1));
+        }
         let mut acc = [[s.zero(); 4]; R];
         for c in 0..chunks {
-            let w: [S::Acc; 4] = std::array::from_fn(|j| D::chunk(s, w[j], c));
+            let mut w = [s.zero(); 4];
+            for (w, row) in w.iter_mut().zip(rows) {
+                *w = D::chunk(s, row, c);
+            }
             for (a, acc) in a.iter().zip(&mut acc) {
                 let a = s.load(&a[c]);
                 for (w, acc) in w.iter().zip(acc) {
@@ -580,9 +682,15 @@ fn fused_accumulate_block<S: Stripes, D: Decoded<S>, const B: usize>(
     first: usize,
     out: &mut RowsMut<'_>,
 ) {
-    let rows: [D::Row; B] = std::array::from_fn(|b| w.row(first + b));
+    let mut rows = [w.row(first); B];
+    for (b, row) in rows.iter_mut().enumerate() {
+        *row = w.row(first + b);
+    }
     for c in 0..w.chunks() {
-        let row: [S::Acc; B] = std::array::from_fn(|b| D::chunk(s, rows[b], c));
+        let mut row = [s.zero(); B];
+        for (row, stored) in row.iter_mut().zip(rows) {
+            *row = D::chunk(s, stored, c);
+        }
         for r in 0..weights.count {
             let weights: &[f32; B] = weights.row(r)[first..].first_chunk().expect("a weight per row");
             let sums = &mut out.part(r, c * LANES, LANES).as_chunks_mut::<LANES>().0[0];

@@ -114,6 +114,18 @@ impl Stripes for Avx2 {
     }
 
     #[inline(always)]
+    fn load_nibbles(self, x: &[u8; LANES / 2]) -> Self::Acc {
+        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA; the load reads 8 bytes.
+        unsafe {
+            let x = _mm_loadl_epi64(x.as_ptr().cast());
+            let nibbles = _mm_unpacklo_epi8(x, _mm_srli_epi16::<4>(x));
+            let values = _mm_sub_epi8(_mm_and_si128(nibbles, _mm_set1_epi8(15)), _mm_set1_epi8(8));
+            let widen = |x| _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x));
+            [widen(values), widen(_mm_srli_si128::<8>(values))]
+        }
+    }
+
+    #[inline(always)]
     fn splat(self, x: f32) -> Self::Acc {
         // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
         unsafe { [_mm256_set1_ps(x); 2] }

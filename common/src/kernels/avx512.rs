@@ -79,6 +79,17 @@ impl Stripes for Avx512 {
     }
 
     #[inline(always)]
+    fn load_nibbles(self, x: &[u8; LANES / 2]) -> Self::Acc {
+        // SAFETY: `self` exists only after `detect` saw every feature; the load reads 8 bytes.
+        unsafe {
+            let x = _mm_loadl_epi64(x.as_ptr().cast());
+            let nibbles = _mm_unpacklo_epi8(x, _mm_srli_epi16::<4>(x));
+            let values = _mm_sub_epi8(_mm_and_si128(nibbles, _mm_set1_epi8(15)), _mm_set1_epi8(8));
+            _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(values))
+        }
+    }
+
+    #[inline(always)]
     fn splat(self, x: f32) -> Self::Acc {
         // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { _mm512_set1_ps(x) }

@@ -57,6 +57,7 @@ pub use attention::{RowsMut, RowsRef, StoredRows};
 use matmul::Threads;
 use ops::{FloatOp, Ops};
 
+use crate::math::Masses;
 use crate::quant::MatrixRef;
 
 /// Instruction sets with a kernel.
@@ -230,6 +231,26 @@ impl Kernels {
     /// In-place softmax of one row, same bits as [`crate::math::softmax`].
     pub fn softmax(self, x: &mut [f32]) {
         self.ops.float(FloatOp::Softmax { x });
+    }
+
+    /// `x[i] = exp_f64((x[i] − largest) / temperature)`, same bits as [`crate::math::exp_f64`].
+    pub fn sampling_weights(self, x: &mut [f64], largest: f64, temperature: f64) {
+        self.ops.float(FloatOp::Weights { x, largest, temperature });
+    }
+
+    /// `out[i] = exp((x[i] − largest) · inverse_temperature)` in f32 with [`crate::math::exp`], and what lies
+    /// below some of these weights.
+    pub fn approximate_weights(
+        self,
+        x: &[f32],
+        largest: f32,
+        inverse_temperature: f32,
+        out: &mut [f32],
+    ) -> Masses {
+        let mut masses = Masses::default();
+        let op = FloatOp::ApproximateWeights { x, largest, inverse_temperature, out, masses: &mut masses };
+        self.ops.float(op);
+        masses
     }
 
     /// Root-mean-square norm of one row, same bits as [`crate::math::rms_norm`].

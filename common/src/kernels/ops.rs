@@ -53,6 +53,16 @@ pub(super) enum FloatOp<'a> {
     RmsNorm { x: &'a [f32], w: &'a [f32], eps: f32, out: &'a mut [f32] },
     /// Layer norm.
     LayerNorm { x: &'a [f32], w: &'a [f32], b: &'a [f32], eps: f32, out: &'a mut [f32] },
+    /// Sampling weights.
+    Weights { x: &'a mut [f64], largest: f64, temperature: f64 },
+    /// Sampling weights in f32, and their masses.
+    ApproximateWeights {
+        x: &'a [f32],
+        largest: f32,
+        inverse_temperature: f32,
+        out: &'a mut [f32],
+        masses: &'a mut math::Masses,
+    },
     /// Many rows against many rows.
     Attention(AttentionOp<'a>),
 }
@@ -77,6 +87,10 @@ impl FloatOp<'_> {
             FloatOp::Softmax { x } => math::softmax_body(s, x),
             FloatOp::RmsNorm { x, w, eps, out } => math::rms_norm_body(s, x, w, eps, out),
             FloatOp::LayerNorm { x, w, b, eps, out } => math::layer_norm_body(s, x, w, b, eps, out),
+            FloatOp::Weights { x, largest, temperature } => math::weights_body(x, largest, temperature),
+            FloatOp::ApproximateWeights { x, largest, inverse_temperature, out, masses } => {
+                *masses = math::approximate_weights_body(x, largest, inverse_temperature, out);
+            }
             FloatOp::Attention(op) => op.run(s),
         }
     }

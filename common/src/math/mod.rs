@@ -13,6 +13,7 @@ mod norm;
 mod reduce;
 mod rope;
 mod select;
+mod weights;
 
 pub use exp::{exp, exp_f64, sigmoid, silu};
 pub(crate) use exp::{ln_f64, sigmoid_body, silu_mul_body};
@@ -22,4 +23,6 @@ pub(crate) use reduce::{
     LANES, PlainStripes, Stripes, axpy_body, dot_body, four_dots_body, load_lanes, tree16,
 };
 pub use rope::{Rope, RopeAngles};
-pub use select::{argmax, top_k};
+pub use select::{argmax, largest, top_k};
+pub use weights::{MASS_STEPS, Masses};
+pub(crate) use weights::{approximate_weights_body, weights_body};

@@ -34,6 +34,9 @@ pub(crate) trait Stripes: Copy {
     /// 16 integers as floats.
     fn load_i8(self, x: &[i8; LANES]) -> Self::Acc;
 
+    /// 16 nibbles minus 8 as floats, the low one of each byte before the high one.
+    fn load_nibbles(self, x: &[u8; LANES / 2]) -> Self::Acc;
+
     /// 16 times `x`.
     fn splat(self, x: f32) -> Self::Acc;
 
@@ -84,7 +87,21 @@ impl Stripes for PlainStripes {
 
     #[inline(always)]
     fn load_i8(self, x: &[i8; LANES]) -> Self::Acc {
-        x.map(f32::from)
+        let mut out = [0.0; LANES];
+        for i in 0..LANES {
+            out[i] = f32::from(x[i]);
+        }
+        out
+    }
+
+    #[inline(always)]
+    fn load_nibbles(self, x: &[u8; LANES / 2]) -> Self::Acc {
+        let mut out = [0.0; LANES];
+        for i in 0..LANES / 2 {
+            out[2 * i] = f32::from((x[i] & 15) as i8 - 8);
+            out[2 * i + 1] = f32::from((x[i] >> 4) as i8 - 8);
+        }
+        out
     }
 
     #[inline(always)]
@@ -112,7 +129,7 @@ impl Stripes for PlainStripes {
 
     #[inline(always)]
     fn tree4(self, acc: [Self::Acc; 4]) -> [f32; 4] {
-        acc.map(|acc| tree16(&acc))
+        [tree16(&acc[0]), tree16(&acc[1]), tree16(&acc[2]), tree16(&acc[3])]
     }
 }
 

@@ -1,11 +1,16 @@
 //! From logits to a token: temperature, top-k, top-p, min-p, renormalise, draw (docs/model.md §9).
 //!
-//! Everything is f64 with our own `exp` and sums in a fixed order, so that every machine draws the same token
-//! (rule N4); the draw itself is keyed by seed and position (rule N8). Nothing sorts the vocabulary: weights are
-//! first counted by their binary exponent, and only the exponents that can matter are sorted.
+//! Everything that decides is f64 with our own `exp` and sums in a fixed order, so that every machine draws the
+//! same token (rule N4); the draw itself is keyed by seed and position (rule N8).
+//!
+//! The definition weighs and sorts the whole vocabulary ([`by_definition`]). [`few`] and [`buckets`] find the same
+//! tokens sooner: they bound the sums the definition would compute, and leave to it what the bounds do not decide.
+
+mod buckets;
+mod few;
 
 use rayon::prelude::*;
-use shimmer_common::math::exp_f64;
+use shimmer_common::kernels::Kernels;
 
 use super::philox::uniform;
 use super::{DecodeError, SamplingParams};
@@ -56,53 +61,120 @@ impl Distribution {
     }
 }
 
-/// Id of the largest logit, the lowest on a tie; `None` if a logit is NaN or infinite, or there is none.
-pub fn argmax<T: Copy + Into<f64>>(logits: &[T]) -> Option<u32> {
-    let mut best: Option<(u32, f64)> = None;
-    for (id, &logit) in (0_u32..).zip(logits) {
-        let logit: f64 = logit.into();
-        if !logit.is_finite() {
-            return None;
-        }
-        if best.is_none_or(|(_, largest)| logit > largest) {
-            best = Some((id, logit));
-        }
-    }
-    best.map(|(id, _)| id)
+/// Logits of either precision.
+pub trait Logit: Copy + Into<f64> + PartialOrd + Sync {
+    /// Less than every logit.
+    const LOWEST: Self;
+
+    /// The same as f32, where that is what they are.
+    fn singles(logits: &[Self]) -> Option<&[f32]>;
 }
 
-/// Logits per thread below which a vocabulary is not worth splitting (some 0.2 ms of `exp`).
-const MIN_PARALLEL: usize = 8192;
+impl Logit for f32 {
+    const LOWEST: Self = Self::NEG_INFINITY;
+
+    fn singles(logits: &[Self]) -> Option<&[f32]> {
+        Some(logits)
+    }
+}
+
+impl Logit for f64 {
+    const LOWEST: Self = Self::NEG_INFINITY;
+
+    fn singles(_: &[Self]) -> Option<&[f32]> {
+        None
+    }
+}
+
+/// Logits compared before one of them is looked for; also lanes that are compared side by side.
+const ARGMAX_BLOCK: usize = 1024;
+const ARGMAX_LANES: usize = 16;
+
+/// Id of the largest logit, the lowest on a tie; `None` if a logit is NaN or infinite, or there is none.
+pub fn argmax<T: Logit>(logits: &[T]) -> Option<u32> {
+    let mut best: Option<(usize, T)> = None;
+    for (block, logits) in logits.chunks(ARGMAX_BLOCK).enumerate() {
+        let max = largest_finite(logits)?;
+        if best.is_none_or(|(_, best)| max > best) {
+            let id = logits.iter().position(|&logit| logit == max)?;
+            best = Some((block * ARGMAX_BLOCK + id, max));
+        }
+    }
+    best.and_then(|(id, _)| u32::try_from(id).ok())
+}
+
+/// The largest value; `None` if one is NaN or infinite.
+fn largest_finite<T: Logit>(logits: &[T]) -> Option<T> {
+    let &first = logits.first()?;
+    let (mut largest, mut smallest) = ([first; ARGMAX_LANES], [first; ARGMAX_LANES]);
+    let mut numbers = true;
+    let (chunks, tail) = logits.as_chunks::<ARGMAX_LANES>();
+    for chunk in chunks {
+        for i in 0..ARGMAX_LANES {
+            largest[i] = if chunk[i] > largest[i] { chunk[i] } else { largest[i] };
+            smallest[i] = if chunk[i] < smallest[i] { chunk[i] } else { smallest[i] };
+            numbers &= chunk[i] >= T::LOWEST;
+        }
+    }
+    let (mut max, mut min) = (first, first);
+    for &logit in largest.iter().chain(&smallest).chain(tail) {
+        max = if logit > max { logit } else { max };
+        min = if logit < min { logit } else { min };
+        numbers &= logit >= T::LOWEST;
+    }
+    let finite = |x: T| x.into().is_finite();
+    (numbers && finite(max) && finite(min)).then_some(max)
+}
+
+/// Logits weighed by one task (some 30 µs).
+const WEIGHED_PER_TASK: usize = 8192;
 
 /// The distribution a token is drawn from; `None` if a logit is NaN or infinite, or there is none.
-pub fn process<T: Copy + Into<f64> + Sync>(logits: &[T], params: &SamplingParams) -> Option<Distribution> {
+pub fn process<T: Logit>(logits: &[T], params: &SamplingParams) -> Option<Distribution> {
     let best = argmax(logits)?;
     if params.temperature == 0.0 {
         return Some(Distribution::new(vec![Candidate { id: best, weight: 1.0 }]));
     }
     let largest: f64 = logits.get(best as usize).copied()?.into();
-    // The largest logit's weight is 1 exactly, so weights need no normalising before the cuts.
-    let weight_of = |&logit: &T| exp_f64((logit.into() - largest) / params.temperature);
-    let weights: Vec<f64> = logits.par_iter().with_min_len(MIN_PARALLEL).map(weight_of).collect();
-    let mut kept = if params.top_k > 0 && params.top_k < weights.len() {
-        most_probable(&weights, Wanted::Count(params.top_k))
-    } else if params.top_p < 1.0 {
-        most_probable(&weights, Wanted::Mass(params.top_p))
-    } else {
-        candidates(&weights, |weight| weight > 0.0)
-    };
+    if let Some(found) = T::singles(logits).and_then(|logits| few::process(logits, largest, params)) {
+        return Some(found);
+    }
+    let weights = weigh(logits, largest, params.temperature);
+    Some(buckets::process(&weights, params).unwrap_or_else(|| by_definition(&weights, params)))
+}
+
+/// `exp((logit − largest) / temperature)`: the largest logit's weight is 1 exactly, so weights need no
+/// normalising before the cuts.
+fn weigh<T: Logit>(logits: &[T], largest: f64, temperature: f64) -> Vec<f64> {
+    let mut weights = vec![0.0; logits.len()];
+    let parts = weights.par_chunks_mut(WEIGHED_PER_TASK).zip(logits.par_chunks(WEIGHED_PER_TASK));
+    parts.for_each(|(weights, logits)| {
+        for (weight, &logit) in weights.iter_mut().zip(logits) {
+            *weight = logit.into();
+        }
+        Kernels::best().sampling_weights(weights, largest, temperature);
+    });
+    weights
+}
+
+/// The top-k that cuts something, else 0.
+fn top_k(params: &SamplingParams, vocabulary: usize) -> usize {
+    if params.top_k < vocabulary { params.top_k } else { 0 }
+}
+
+/// The cuts over all weights: the definition.
+fn by_definition(weights: &[f64], params: &SamplingParams) -> Distribution {
+    let top_k = top_k(params, weights.len());
+    let mut kept = candidates(weights, |weight| weight > 0.0 || top_k > 0 || params.top_p < 1.0);
+    if top_k > 0 || params.top_p < 1.0 {
+        sort_descending(&mut kept, top_k);
+    }
     if params.top_p < 1.0 {
-        let total = if params.top_k > 0 && params.top_k < weights.len() {
-            kept.iter().map(|candidate| candidate.weight).sum()
-        } else {
-            weights.iter().sum::<f64>()
-        };
-        cut_mass(&mut kept, params.top_p * total);
+        let total = if top_k > 0 { sum(&kept) } else { weights.iter().sum() };
+        kept.truncate(within_mass(&kept, params.top_p * total, 0.0).unwrap_or(kept.len()).max(1));
     }
-    if params.min_p > 0.0 {
-        kept.retain(|candidate| candidate.weight >= params.min_p);
-    }
-    Some(Distribution::new(kept))
+    kept.retain(|candidate| params.min_p <= 0.0 || candidate.weight >= params.min_p);
+    Distribution::new(kept)
 }
 
 /// The token at `position`: drawn with the number that belongs to the seed and the position.
@@ -123,74 +195,34 @@ fn candidates(weights: &[f64], keep: impl Fn(f64) -> bool) -> Vec<Candidate> {
     all.filter(|candidate| keep(candidate.weight)).collect()
 }
 
-/// How far down the order of probability to go.
-#[derive(Clone, Copy)]
-enum Wanted {
-    /// This many tokens.
-    Count(usize),
-    /// At least this share of the whole mass.
-    Mass(f64),
-}
-
-/// Weights are in 0..=1: their binary exponents.
-const EXPONENTS: usize = 1024;
-
-fn exponent_of(weight: f64) -> usize {
-    EXPONENTS.saturating_sub(1).saturating_sub((weight.to_bits() >> 52) as usize)
-}
-
-/// The most probable tokens, descending, equal ones by id: exactly `Count`, or somewhat more than `Mass`.
-fn most_probable(weights: &[f64], wanted: Wanted) -> Vec<Candidate> {
-    let mut counts = [0_usize; EXPONENTS];
-    let mut masses = [0.0_f64; EXPONENTS];
-    for &weight in weights {
-        counts[exponent_of(weight)] += 1;
-        masses[exponent_of(weight)] += weight;
-    }
-    let enough: &dyn Fn(usize, f64) -> bool = match wanted {
-        Wanted::Count(k) => &move |count, _| count >= k,
-        Wanted::Mass(share) => {
-            // These sums round differently from the exact cut's: keep a margin.
-            let mass = share * masses.iter().sum::<f64>() * (1.0 + 1e-9);
-            &move |_, found| found >= mass
-        }
-    };
-    let (mut count, mut mass, mut last) = (0, 0.0, EXPONENTS - 1);
-    for exponent in 0..EXPONENTS {
-        count += counts[exponent];
-        mass += masses[exponent];
-        if enough(count, mass) {
-            last = exponent;
-            break;
-        }
-    }
-    let mut kept = candidates(weights, |weight| exponent_of(weight) <= last);
+/// The most probable `count` candidates (0: all) in descending order, equal ones by id.
+fn sort_descending(kept: &mut Vec<Candidate>, count: usize) {
     let descending = |a: &Candidate, b: &Candidate| b.weight.total_cmp(&a.weight).then(a.id.cmp(&b.id));
-    if let Wanted::Count(k) = wanted
-        && k > 0
-        && k < kept.len()
-    {
-        kept.select_nth_unstable_by(k - 1, descending);
-        kept.truncate(k);
+    if count > 0 && count < kept.len() {
+        kept.select_nth_unstable_by(count - 1, descending);
+        kept.truncate(count);
     }
     kept.sort_unstable_by(descending);
-    kept
 }
 
-/// Keeps tokens (descending) while the mass before them is below `mass`; at least one.
-fn cut_mass(kept: &mut Vec<Candidate>, mass: f64) {
-    let mut before = 0.0;
-    let enough = kept.iter().position(|candidate| {
+fn sum(kept: &[Candidate]) -> f64 {
+    kept.iter().map(|candidate| candidate.weight).sum()
+}
+
+/// How many of the candidates (descending) have less than `mass` before them, `before` included; `None` if
+/// all have.
+fn within_mass(kept: &[Candidate], mass: f64, mut before: f64) -> Option<usize> {
+    kept.iter().position(|candidate| {
         let reached = before >= mass;
         before += candidate.weight;
         reached
-    });
-    kept.truncate(enough.unwrap_or(kept.len()).max(1));
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use serde_json::Value;
+    use shimmer_common::math::exp_f64;
 
     use super::*;
 
@@ -203,6 +235,64 @@ mod tests {
             min_p: number("min_p", 0.0),
             seed: 0,
         }
+    }
+
+    /// Logits of many shapes: flat, peaked, with exact ties, with a long tail.
+    fn some_logits(round: u64) -> Vec<f32> {
+        let len = [1, 37, 500, 20_000][round as usize % 4];
+        let draw = |i: usize| uniform(round, i as u64);
+        match round / 4 % 5 {
+            0 => (0..len).map(|i| (draw(i) * 40.0).floor() as f32 * 0.5).collect(),
+            1 => (0..len).map(|i| (draw(i) * 40.0).floor() as f32 * 0.01).collect(),
+            2 => (0..len)
+                .map(|i| (-2.0 * draw(i).ln()).sqrt() as f32 * 3.0 * (draw(i + len) * 6.3).cos() as f32)
+                .collect(),
+            3 => (0..len).map(|i| 12.0 - (i as f32 + 1.0).ln() * 1.1).collect(),
+            _ => (0..len).map(|i| if draw(i) < 0.001 { 20.0 } else { draw(i) as f32 }).collect(),
+        }
+    }
+
+    #[test]
+    fn short_cuts_find_what_the_definition_finds() {
+        let mut few_found = 0;
+        let mut buckets_found = 0;
+        let rounds = 80;
+        for round in 0..rounds {
+            let logits = some_logits(round);
+            let largest = f64::from(logits.iter().copied().fold(f32::MIN, f32::max));
+            for temperature in [1.0, 0.6, 1.7, 1e-4, 1e5] {
+                let weights = weigh(&logits, largest, temperature);
+                for (&logit, &weight) in logits.iter().zip(&weights) {
+                    assert_eq!(weight, exp_f64((f64::from(logit) - largest) / temperature));
+                }
+                for (top_k, top_p, min_p) in [
+                    (0, 0.95, 0.0),
+                    (0, 0.5, 0.03),
+                    (0, 0.999_999, 0.0),
+                    (40, 1.0, 0.0),
+                    (40, 0.9, 0.01),
+                    (1, 0.0, 1.0),
+                    (0, 0.0, 0.0),
+                    (0, 1.0, 0.05),
+                    (0, 1.0, 1e-7),
+                    (0, 1.0, 0.0),
+                    (1500, 0.99, 0.0),
+                ] {
+                    let params = SamplingParams { temperature, top_k, top_p, min_p, seed: 1 };
+                    let want = by_definition(&weights, &params);
+                    if let Some(found) = few::process(&logits, largest, &params) {
+                        assert!(found == want, "round {round} {params:?}");
+                        few_found += 1;
+                    }
+                    if let Some(found) = buckets::process(&weights, &params) {
+                        assert!(found == want, "round {round} {params:?}");
+                        buckets_found += 1;
+                    }
+                    assert!(process(&logits, &params).unwrap() == want, "round {round} {params:?}");
+                }
+            }
+        }
+        assert!(few_found > 500 && buckets_found > 1000, "{few_found} {buckets_found}");
     }
 
     /// The definition with a full sort.
