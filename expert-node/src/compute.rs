@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-use shimmer_common::experts::{ExpertCompute as _, ExpertError, ExpertSource, LocalStore, MemoryWatch};
+use shimmer_common::experts::{ExpertCompute as _, ExpertError, ExpertSource, LocalStore};
 use shimmer_common::kernels::Kernels;
 use shimmer_common::profile::NumericProfile;
 use shimmer_proto::v1;
@@ -77,8 +77,7 @@ impl Compute {
         threads: usize,
         alive: mpsc::Sender<()>,
     ) -> Result<Self, NodeError> {
-        let store = Arc::new(LocalStore::new(source, kernels, profile, ram_bytes)?);
-        let watch = MemoryWatch::start(&store);
+        let store = LocalStore::new(source, kernels, profile, ram_bytes)?;
         let (jobs, queue) = mpsc::channel::<Job>();
         let (started, ready) = mpsc::channel();
         std::thread::Builder::new()
@@ -93,7 +92,7 @@ impl Compute {
                 while let Ok(job) = queue.recv() {
                     pool.install(|| work(&store, job));
                 }
-                drop((watch, store));
+                drop(store);
                 drop(alive);
             })
             .map_err(|e| NodeError::Machine {

@@ -11,7 +11,7 @@ mod store;
 mod testing;
 
 pub use layout::{ExpertLayout, ExpertMatrix, ExpertSpec, MatrixSpec, RecordPart};
-pub use store::{AgedFrequency, EvictionPolicy, LocalStore, MemoryWatch, StoreOptions, StoreStats};
+pub use store::{AgedFrequency, EvictionPolicy, LocalStore, StoreOptions, StoreStats};
 
 use serde::{Deserialize, Serialize};
 

@@ -1,6 +1,8 @@
 //! Activation rows in the forms the kernels take: f32 and int8 with one scale per 64 columns (rule N1).
 
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
+
+use rayon::prelude::*;
 
 use super::arrange::Arranged;
 use super::code::Code;
@@ -40,15 +42,33 @@ impl QuantRows {
     /// # Panics
     /// When `x.len() != rows * cols`.
     pub fn quantize(x: &[f32], rows: usize, cols: usize) -> Self {
-        assert_eq!(x.len(), rows * cols, "activations are rows · cols values");
-        let mut values = vec![0; x.len()];
-        let mut scales = Vec::with_capacity(rows * cols.div_ceil(GROUP));
-        if cols > 0 {
-            for (x, q) in x.chunks_exact(cols).zip(values.chunks_exact_mut(cols)) {
-                scales.extend(x.chunks(GROUP).zip(q.chunks_mut(GROUP)).map(|(x, q)| quantize_group(x, q)));
-            }
+        let mut quant = Self::zeroed(x, rows, cols);
+        let groups = cols.div_ceil(GROUP).max(1);
+        let scales = quant.scales.chunks_exact_mut(groups);
+        for ((x, q), scales) in
+            x.chunks_exact(cols.max(1)).zip(quant.values.chunks_exact_mut(cols.max(1))).zip(scales)
+        {
+            quantize_row(x, q, scales);
         }
-        Self::new(rows, cols, values, scales)
+        quant
+    }
+
+    /// As [`QuantRows::quantize`], rows spread over the current rayon pool when there are many.
+    fn quantize_on_pool(x: &[f32], rows: usize, cols: usize) -> Self {
+        let mut quant = Self::zeroed(x, rows, cols);
+        let groups = cols.div_ceil(GROUP).max(1);
+        let values = quant.values.par_chunks_exact_mut(cols.max(1));
+        let tasks =
+            x.par_chunks_exact(cols.max(1)).zip(values).zip(quant.scales.par_chunks_exact_mut(groups));
+        let rows_per_task = VALUES_PER_TASK.div_ceil(cols.max(1));
+        tasks.with_min_len(rows_per_task).for_each(|((x, q), scales)| quantize_row(x, q, scales));
+        quant
+    }
+
+    /// Rows for `x`, to be filled.
+    fn zeroed(x: &[f32], rows: usize, cols: usize) -> Self {
+        assert_eq!(x.len(), rows * cols, "activations are rows · cols values");
+        Self::new(rows, cols, vec![0; x.len()], vec![0.0; rows * cols.div_ceil(GROUP)])
     }
 
     /// Rebuilds rows from the wire: `values` is `[rows, cols]`, `scales` is `[rows, ceil(cols/64)]`.
@@ -92,6 +112,16 @@ impl QuantRows {
     }
 }
 
+/// Values worth a task of their own (some 30 µs).
+const VALUES_PER_TASK: usize = 1 << 16;
+
+/// Quantises one row.
+fn quantize_row(x: &[f32], q: &mut [i8], scales: &mut [f32]) {
+    for ((x, q), scale) in x.chunks(GROUP).zip(q.chunks_mut(GROUP)).zip(scales) {
+        *scale = quantize_group(x, q);
+    }
+}
+
 /// Quantises one group and returns its scale (see [`QuantRows`]).
 fn quantize_group(x: &[f32], q: &mut [i8]) -> f32 {
     /// Adding and subtracting this rounds to the nearest even integer: 1.5 · 2²³.
@@ -115,31 +145,50 @@ fn quantize_group(x: &[f32], q: &mut [i8]) -> f32 {
     scale
 }
 
-/// Activation rows `[rows, cols]` in f32, int8, or both.
+/// Activation rows `[rows, cols]` in f32, int8, or both. Clones share the rows.
 #[derive(Clone, Debug)]
 pub struct Activations {
     rows: usize,
     cols: usize,
-    floats: Option<Vec<f32>>,
-    quant: Option<QuantRows>,
+    floats: Option<Arc<Vec<f32>>>,
+    quant: Option<Arc<QuantRows>>,
 }
 
 impl Activations {
     /// f32 rows; quantised on demand for integer matrices by [`Activations::quantized`].
     pub fn from_f32(x: Vec<f32>, cols: usize) -> Self {
         let rows = x.len().checked_div(cols).unwrap_or(0);
-        Self { rows, cols, floats: Some(x), quant: None }
+        Self { rows, cols, floats: Some(Arc::new(x)), quant: None }
     }
 
     /// int8 rows only (what a node receives).
     pub fn from_quant(q: QuantRows) -> Self {
-        Self { rows: q.rows, cols: q.cols, floats: None, quant: Some(q) }
+        Self { rows: q.rows, cols: q.cols, floats: None, quant: Some(Arc::new(q)) }
     }
 
     /// Adds the int8 form if it is missing, so that several integer matrices share one quantisation.
     pub fn quantized(mut self) -> Self {
         if let (None, Some(x)) = (&self.quant, &self.floats) {
-            self.quant = Some(QuantRows::quantize(x, self.rows, self.cols));
+            self.quant = Some(Arc::new(QuantRows::quantize(x, self.rows, self.cols)));
+        }
+        self
+    }
+
+    /// The same rows with their int8 form only, made if it is missing.
+    pub fn int8_only(&self) -> Self {
+        Self { floats: None, ..self.clone().quantized_on_pool() }
+    }
+
+    /// The same rows without an int8 form.
+    pub fn floats_only(&self) -> Self {
+        Self { quant: None, ..self.clone() }
+    }
+
+    /// As [`Activations::quantized`], many rows spread over the current rayon pool. Not for callers that are one
+    /// of many tasks themselves: their thread would take up another while it waits.
+    pub fn quantized_on_pool(mut self) -> Self {
+        if let (None, Some(x)) = (&self.quant, &self.floats) {
+            self.quant = Some(Arc::new(QuantRows::quantize_on_pool(x, self.rows, self.cols)));
         }
         self
     }
@@ -156,12 +205,12 @@ impl Activations {
 
     /// The f32 form, if present.
     pub fn floats(&self) -> Option<&[f32]> {
-        self.floats.as_deref()
+        self.floats.as_ref().map(|floats| floats.as_slice())
     }
 
     /// The int8 form, if present.
     pub fn quant(&self) -> Option<&QuantRows> {
-        self.quant.as_ref()
+        self.quant.as_deref()
     }
 }
 
@@ -178,6 +227,11 @@ mod tests {
             let group = &q.scales()[i / 64];
             assert_eq!(f32::from(v), (x / group).round_ties_even(), "column {i}");
         }
+        let many: Vec<f32> = (0..3000 * 70).map(|i| (i % 1013) as f32 - 500.0).collect();
+        let whole = Activations::from_f32(many.clone(), 70).quantized_on_pool();
+        assert_eq!(whole.quant(), Some(&QuantRows::quantize(&many, 3000, 70)));
+        let none = Activations::from_f32(Vec::new(), 0).quantized_on_pool();
+        assert_eq!(none.quant(), Some(&QuantRows::quantize(&[], 0, 0)));
         let zero = QuantRows::quantize(&[0.0; 64], 1, 64);
         assert_eq!((zero.scales(), zero.values()), (&[0.0][..], &[0i8; 64][..]));
         // The largest magnitude becomes 127 unless the scale is subnormal.

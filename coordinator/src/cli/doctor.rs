@@ -185,6 +185,15 @@ fn machine_checks() -> Vec<Check> {
         Some(mode) => Check::ok(area, "huge pages", mode),
         None => Check::ok(area, "huge pages", "unknown on this system"),
     });
+    checks.push(match machine::memory_nodes() {
+        1 => Check::ok(area, "memory nodes", "one: all memory is equally near"),
+        nodes => Check::warn(
+            area,
+            "memory nodes",
+            format!("{nodes}: weights lie near the core that read them, and all cores use them"),
+            "start shimmer under `numactl --interleave=all`, so that every node's memory bandwidth is used",
+        ),
+    });
     let temp = std::env::temp_dir();
     if let Some(free) = free_bytes(&temp) {
         let found = format!("{} free in {}", Size(free), temp.display());

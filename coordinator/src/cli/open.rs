@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use shimmer_common::container::Container;
 use shimmer_common::experts::pack::Pack;
-use shimmer_common::experts::{ExpertCompute, ExpertId, ExpertSource, LocalStore, MemoryWatch, StoreOptions};
+use shimmer_common::experts::{ExpertCompute, ExpertId, ExpertSource, LocalStore, StoreOptions};
 use shimmer_common::machine;
 use shimmer_common::profile::NumericProfile;
 
@@ -43,8 +43,6 @@ pub struct Loaded<T = Arc<TextModel>> {
     pub pool: Arc<rayon::ThreadPool>,
     /// This machine's experts, if it holds any.
     pub local: Option<Arc<LocalStore>>,
-    /// Makes them give memory back when it gets short.
-    pub _watch: Option<MemoryWatch>,
     /// The cluster, if there is one.
     pub cluster: Option<Arc<ClusterExperts>>,
     /// Where the RAM goes.
@@ -162,8 +160,7 @@ pub fn expert_source(
     Ok(Arc::new(pack))
 }
 
-/// Experts of models up to this size are read whole before the first answer, into the store where there is
-/// one: a fraction of a second.
+/// Experts of models up to this size are read whole before the first answer: a fraction of a second.
 const CHECKED_AT_OPENING_BYTES: u64 = 256 << 20;
 
 /// Reads every expert of a small model once, which checks hashes, scales and weights, so that damage is
@@ -262,21 +259,15 @@ pub fn load_parts<T>(
     let kernels = limits.isa.kernels()?;
     let profile = NumericProfile::default();
     let pool = compute_pool(limits.threads)?;
-    let needs = Needs::of(&container, source.layout(), limits).with_program_now();
+    let needs = Needs::of(&container, source.layout());
     let memory = memory::divide(limits, &needs)?;
+    check_small(&*source)?;
     let local = match limits.experts {
-        ExpertsChoice::Cluster => {
-            check_small(&*source)?;
-            None
-        }
+        ExpertsChoice::Cluster => None,
         _ => {
-            let ram_bytes = usize::try_from(memory.expert_bytes).unwrap_or(usize::MAX);
-            let options = StoreOptions { io: limits.io_options(), ..StoreOptions::new(ram_bytes) };
-            let store = LocalStore::open(source.clone(), kernels, profile, options)?;
-            if memory.all_experts_bytes <= CHECKED_AT_OPENING_BYTES {
-                store.read_all()?;
-            }
-            Some(Arc::new(store))
+            let options =
+                StoreOptions { io: limits.io_options(), ..StoreOptions::new(memory.expert_bytes as usize) };
+            Some(Arc::new(LocalStore::open(source.clone(), kernels, profile, options)?))
         }
     };
     let cluster = match cluster {
@@ -310,8 +301,7 @@ pub fn load_parts<T>(
         pool.current_num_threads(),
         super::isa_name(kernels.isa()),
     ));
-    let _watch = local.as_ref().map(MemoryWatch::start);
-    Ok(Loaded { container, model, text, pool, local, _watch, cluster, memory, load_s, isa: kernels.isa() })
+    Ok(Loaded { container, model, text, pool, local, cluster, memory, load_s, isa: kernels.isa() })
 }
 
 /// Waits for listed nodes, then briefly for the other members, and says which nodes compute.

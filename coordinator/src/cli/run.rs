@@ -13,6 +13,7 @@ use super::model_args::ModelArgs;
 use super::open::{self, Loaded};
 use super::output;
 use super::sampling_args::{SamplingArgs, ThinkArgs, describe_thinking};
+use crate::model::LanguageModel;
 use crate::text::ReplyEvent;
 
 /// Most bytes of a prompt; far above any context, far below what would exhaust memory.
@@ -97,6 +98,7 @@ pub fn run(args: &RunArgs) -> Result<(), CliError> {
     if args.json {
         let mut document = answer.to_json(seed, loaded.load_s, &loaded.served());
         document["thinking"] = prompt.in_thinking.into();
+        document["lookahead"] = lookahead(&*loaded.model);
         output::emit_json(&document)?;
     } else {
         output::emit("\n")?;
@@ -114,8 +116,23 @@ pub fn limits(loaded: &Loaded, args: &ModelArgs) -> Limits {
         context_tokens: loaded.memory.context_tokens,
         stop_ids: loaded.text.stop_ids(loaded.container.config().eos_token_ids()),
         drafts: args.limits.draft.0,
-        prefill_chunk: loaded.memory.step_rows,
+        prefill_chunk: args.limits.prefill_chunk,
     }
+}
+
+/// How well experts were guessed ahead, by distance in layers; empty where no guesses were wanted.
+pub fn lookahead(model: &dyn LanguageModel) -> Value {
+    let guessed = (1..).zip(model.lookahead()).filter(|(_, recall)| recall.used > 0);
+    let guessed = guessed.map(|(layers, recall)| {
+        json!({
+            "layers_ahead": layers,
+            "guessed": recall.guessed,
+            "used": recall.used,
+            "hits": recall.hits,
+            "recall": recall.ratio(),
+        })
+    });
+    guessed.collect()
 }
 
 fn messages(system: Option<&str>, question: &str) -> Vec<Value> {

@@ -12,6 +12,7 @@ use super::interrupt::Interrupt;
 use super::model_args::ModelArgs;
 use super::open::{self, Loaded};
 use super::output;
+use super::run;
 use super::tensor_file::{self, Tensor};
 use crate::decode::DraftPolicy;
 use crate::decode::score::{Score, ScoreOptions, score};
@@ -68,7 +69,7 @@ pub fn run(args: &ScoreArgs) -> Result<(), CliError> {
     let bar = output::count_bar("scoring", total as u64);
     let mut tensors = BTreeMap::new();
     let options = ScoreOptions {
-        prefill_chunk: loaded.memory.score_rows,
+        prefill_chunk: model_args.limits.prefill_chunk,
         drafts: match model_args.limits.draft.0 {
             DraftPolicy::Fixed(drafts) => drafts,
             DraftPolicy::Auto | DraftPolicy::Off => 0,
@@ -99,6 +100,7 @@ fn report(args: &ScoreArgs, sum: &Score, loaded: &Loaded<()>, sequences: usize) 
             "drafts": { "proposed": sum.drafted, "accepted": sum.accepted },
             "out": args.out,
             "experts": loaded.served(),
+            "lookahead": run::lookahead(&*loaded.model),
         }));
     }
     match (sum.mean_nll(), sum.perplexity()) {

@@ -4,6 +4,7 @@
 //! whatever stands behind the expert seam ([`shimmer_common::experts::ExpertCompute`]).
 
 mod glm;
+mod lookahead;
 mod olmoe;
 mod routed;
 mod rows;
@@ -12,10 +13,10 @@ mod step;
 mod trace;
 mod weights;
 
+pub use lookahead::{LOOKAHEAD_DEPTH, LookaheadStats, Recall};
 pub use rows::Rows;
 pub use sequence::Sequence;
 pub use trace::{Trace, TraceLevel, TraceTensor};
-pub use weights::decoded_bytes;
 
 use std::sync::Arc;
 
@@ -117,6 +118,11 @@ pub trait LanguageModel: Send + Sync {
 
     /// Drops everything at positions `len..` from every cache.
     fn truncate(&self, seq: &mut Sequence, len: usize);
+
+    /// How well the experts of coming layers were guessed since the model was loaded.
+    fn lookahead(&self) -> LookaheadStats {
+        LookaheadStats::default()
+    }
 }
 
 /// Progress of loading the dense part: bytes done and total.

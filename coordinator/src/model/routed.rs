@@ -1,9 +1,9 @@
 //! From router choices to the routed experts' sum: the model's side of the expert seam.
 
 use shimmer_common::experts::{ExpertCompute, ExpertError, RoutedBatch};
-use shimmer_common::kernels::{Activations, QuantRows};
+use shimmer_common::kernels::Activations;
 
-use super::rows::Rows;
+use super::rows::{Rows, for_each_chunk};
 use super::trace::Recorder;
 
 /// Router choices of several rows: `ids` (ascending within a row) and `gates` are `[rows, k]`.
@@ -16,10 +16,23 @@ pub(super) struct Routes {
 }
 
 impl Routes {
+    /// `rows` rows of `k` choices, to be filled.
+    pub fn zeroed(rows: usize, k: usize) -> Self {
+        Self { ids: vec![0; rows * k], gates: vec![0.0; rows * k] }
+    }
+
     /// Appends one row: experts in ascending order with aligned weights.
     pub fn push(&mut self, ids: &[usize], gates: &[f32]) {
         self.ids.extend(ids.iter().map(|&id| id as u16));
         self.gates.extend_from_slice(gates);
+    }
+
+    /// The chosen experts of all rows, ascending, each once.
+    pub fn experts(&self) -> Vec<u16> {
+        let mut experts = self.ids.clone();
+        experts.sort_unstable();
+        experts.dedup();
+        experts
     }
 
     /// Records `router_ids` and `router_weights`.
@@ -44,18 +57,11 @@ pub(super) fn routed_sum(
     k: usize,
     meanwhile: &mut dyn FnMut(),
 ) -> Result<Rows, ExpertError> {
-    let floats = x.floats().expect("the model keeps f32 rows");
-    let sent = if experts.layout().int8_activations(layer) {
-        let quantize = || QuantRows::quantize(floats, x.rows(), x.cols());
-        Activations::from_quant(x.quant().cloned().unwrap_or_else(quantize))
-    } else {
-        Activations::from_f32(floats.to_vec(), x.cols())
-    };
+    let sent = if experts.layout().int8_activations(layer) { x.int8_only() } else { x.floats_only() };
     let batch = RoutedBatch::from_routes(layer, sent, &routes.ids, &routes.gates, k);
     let sums = experts.compute(&batch, meanwhile)?;
     let mut out = Rows::zeroed(x.rows(), x.cols());
-    for r in 0..x.rows() {
-        sums.row_to_f32(r, out.row_mut(r));
-    }
+    let (width, values) = (out.width, out.data.len());
+    for_each_chunk(&mut out.data, width, values, |r, out| sums.row_to_f32(r, out));
     Ok(out)
 }

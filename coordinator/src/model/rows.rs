@@ -61,8 +61,12 @@ impl Rows {
     /// Adds `other` of the same shape, element by element: the residual connection.
     pub(super) fn add(&mut self, other: &Rows) {
         debug_assert_eq!(self.data.len(), other.data.len());
-        for (x, y) in self.data.iter_mut().zip(&other.data) {
-            *x += y;
+        let add = |x: &mut [f32], y: &[f32]| x.iter_mut().zip(y).for_each(|(x, y)| *x += y);
+        if self.data.len() < PARALLEL_VALUES {
+            add(&mut self.data, &other.data);
+        } else {
+            let parts = self.data.par_chunks_mut(VALUES_PER_TASK).zip(other.data.par_chunks(VALUES_PER_TASK));
+            parts.for_each(|(x, y)| add(x, y));
         }
     }
 
@@ -80,7 +84,7 @@ impl Rows {
 pub(super) fn activations(x: Rows, matrices: &[&Matrix]) -> Activations {
     let quantize = matrices.iter().any(|m| m.format.is_integer());
     let x = Activations::from_f32(x.data, x.width);
-    if quantize { x.quantized() } else { x }
+    if quantize { x.quantized_on_pool() } else { x }
 }
 
 /// `x @ w` for every row; `x` must have been prepared for `w` by [`activations`].
@@ -98,6 +102,10 @@ pub(super) fn inverse_sqrt(n: usize) -> f32 {
 /// Multiply-adds from which on waking other threads pays: at 10 per nanosecond and core this is some
 /// 25 µs, a few times what a sleeping pool needs to wake up.
 pub(super) const PARALLEL_WORK: usize = 1 << 18;
+
+/// Values from which on an addition, a norm or a rotation is worth other threads, and what one task takes.
+pub(super) const PARALLEL_VALUES: usize = 4 * VALUES_PER_TASK;
+const VALUES_PER_TASK: usize = 1 << 15;
 
 /// Calls `f(i, chunk)` for each chunk of `len` values, on the rayon pool when `work` multiply-adds are
 /// worth it. Chunks are independent, so the choice never changes a bit.

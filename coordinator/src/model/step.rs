@@ -2,6 +2,8 @@
 
 use shimmer_common::math::{Rope, RopeAngles};
 
+use super::lookahead::Guesses;
+
 /// Rows at consecutive positions on their way through the layers.
 pub(super) struct Step {
     /// Position of the first row.
@@ -10,6 +12,8 @@ pub(super) struct Step {
     pub angles: Vec<RopeAngles>,
     /// The cached positions each row attends to.
     pub selection: Selection,
+    /// Experts guessed for coming layers.
+    pub guesses: Guesses,
     /// `0..start + rows`, so that "everything up to me" is a slice like any other selection.
     positions: Vec<u32>,
 }
@@ -22,6 +26,7 @@ impl Step {
             start,
             angles: (start..end).map(|p| rope.angles(p)).collect(),
             selection: Selection::all(rows),
+            guesses: Guesses::default(),
             positions: (0..end as u32).collect(),
         }
     }

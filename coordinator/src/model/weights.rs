@@ -6,7 +6,7 @@ use shimmer_common::kernels::{Activations, Kernels, RowsMut, RowsRef, StoredRows
 use shimmer_common::quant::Matrix;
 
 use super::LoadProgress;
-use super::rows::Rows;
+use super::rows::{Rows, for_each_chunk};
 
 /// Loads tensors by name and reports progress.
 pub(super) struct Loader<'a> {
@@ -80,9 +80,8 @@ impl Ffn {
 /// The embedding rows of `tokens`, which are below the vocabulary size.
 pub(super) fn embed(table: &Matrix, tokens: &[u32]) -> Rows {
     let mut rows = Rows::zeroed(tokens.len(), table.cols);
-    for (r, &token) in tokens.iter().enumerate() {
-        table.view().decode_row(token as usize, rows.row_mut(r));
-    }
+    let (width, values) = (rows.width, rows.data.len());
+    for_each_chunk(&mut rows.data, width, values, |r, row| table.view().decode_row(tokens[r] as usize, row));
     rows
 }
 
@@ -99,15 +98,10 @@ pub(super) enum FloatRows {
 /// (GLM-5.2: 59 MB for each of 79 layers) keep their RAM for experts.
 const DECODED_BYTES_MAX: usize = 4 << 20;
 
-/// Bytes of the decoded form of a matrix where that is the one kept.
-pub fn decoded_bytes(rows: usize, cols: usize) -> Option<usize> {
-    rows.checked_mul(cols)?.checked_mul(size_of::<f32>()).filter(|&bytes| bytes <= DECODED_BYTES_MAX)
-}
-
 impl FloatRows {
     /// Chooses the form by size; the values are the same.
     pub fn new(matrix: Matrix) -> Self {
-        if decoded_bytes(matrix.rows, matrix.cols).is_none() {
+        if matrix.rows * matrix.cols * 4 > DECODED_BYTES_MAX {
             return Self::Stored(matrix);
         }
         let mut rows = Rows::zeroed(matrix.rows, matrix.cols);

@@ -10,7 +10,7 @@ use shimmer_common::kernels::{RowsMut, RowsRef};
 
 use super::Glm;
 use super::weights::{Attention, Indexer};
-use crate::model::rows::{PARALLEL_WORK, Rows, activations, project};
+use crate::model::rows::{PARALLEL_WORK, Rows, activations, for_each_chunk, project};
 use crate::model::sequence::LayerCache;
 use crate::model::step::Step;
 use crate::model::trace::Recorder;
@@ -55,11 +55,12 @@ impl Glm {
     /// Rotates the last `qk_rope_head_dim` values of every head.
     fn rotate_queries(&self, q: &mut Rows, step: &Step) {
         let c = &self.config;
-        for (r, angles) in step.angles.iter().enumerate() {
-            for head in q.row_mut(r).chunks_mut(c.qk_nope_head_dim + c.qk_rope_head_dim) {
-                angles.rotate_interleaved(&mut head[c.qk_nope_head_dim..]);
+        let (width, values) = (q.width, q.data.len());
+        for_each_chunk(&mut q.data, width, values, |r, row| {
+            for head in row.chunks_mut(c.qk_nope_head_dim + c.qk_rope_head_dim) {
+                step.angles[r].rotate_interleaved(&mut head[c.qk_nope_head_dim..]);
             }
-        }
+        });
     }
 
     /// Norms the latents, rotates the shared key parts and appends the rows to the cache.
@@ -92,7 +93,7 @@ impl Glm {
     fn attend(&self, w: &Attention, q: &Rows, step: &Step, kv: &Rows) -> Rows {
         let (rows, heads, v_len) = (q.rows(), self.config.num_attention_heads, self.config.v_head_dim);
         let rows_per_task = rows.min(ROWS_PER_TASK_MAX);
-        let heads_per_task = heads_per_task(heads, rows);
+        let heads_per_task = heads_per_task(heads, rows, rayon::current_num_threads());
         let mut out = Rows::zeroed(rows, heads * v_len);
         let mut tasks = Vec::new();
         for (block, out) in out.data.chunks_mut(rows_per_task * heads * v_len).enumerate() {
@@ -134,11 +135,11 @@ const HEADS_PER_TASK: usize = 8;
 const HEADS_PER_TILE: usize = 4;
 
 /// Heads one task computes: few rows are split so that every thread gets two tasks, whole tiles each.
-fn heads_per_task(heads: usize, rows: usize) -> usize {
+fn heads_per_task(heads: usize, rows: usize, threads: usize) -> usize {
     if rows > HEADS_PER_TASK {
-        return HEADS_PER_TASK;
+        return HEADS_PER_TASK.min(heads);
     }
-    let per_task = heads.div_ceil(2 * rayon::current_num_threads());
+    let per_task = heads.div_ceil(2 * threads);
     per_task.next_multiple_of(HEADS_PER_TILE).min(heads)
 }
 

@@ -1,5 +1,6 @@
 //! The DSA indexer: which cached positions a row attends to (docs/model.md §5).
 
+use rayon::prelude::*;
 use shimmer_common::kernels::{Activations, RowsRef};
 use shimmer_common::math;
 
@@ -38,20 +39,31 @@ impl Glm {
             let mut queries = project(self.kernels, &w.wq_b, q_res);
             let mut weights = project(self.kernels, &w.weights_proj, x);
             weights.data.iter_mut().for_each(|w| *w *= inverse_sqrt(heads));
-            let mut scores = Vec::new();
-            for r in (0..rows).filter(|&r| record_scores || !keeps_all(r)) {
-                for head in queries.row_mut(r).chunks_mut(self.config.index_head_dim) {
+            // Many rows are scored side by side; one row's positions are spread where there are few.
+            let spread = rows < rayon::current_num_threads();
+            let score = |(r, query): (usize, &mut [f32])| {
+                if !record_scores && keeps_all(r) {
+                    return (Vec::new(), None);
+                }
+                for head in query.chunks_mut(self.config.index_head_dim) {
                     step.angles[r].rotate_interleaved(&mut head[..self.config.qk_rope_head_dim]);
                 }
-                scores.resize(step.start + r + 1, 0.0);
-                self.index_scores(queries.row(r), weights.row(r), &cache.indexer_keys, &mut scores);
-                recorder.causal_row("index_scores", &scores);
-                if !keeps_all(r) {
-                    let mut best: Vec<u32> =
-                        math::top_k(&scores, topk).into_iter().map(|t| t as u32).collect();
-                    best.sort_unstable();
-                    selected[r] = Some(best);
+                let mut scores = vec![0.0; step.start + r + 1];
+                self.index_scores(query, weights.row(r), &cache.indexer_keys, spread, &mut scores);
+                let best = (!keeps_all(r)).then(|| math::largest(&scores, topk));
+                (if record_scores { scores } else { Vec::new() }, best)
+            };
+            let width = queries.width;
+            let scored: Vec<_> = if spread {
+                queries.data.chunks_mut(width).enumerate().map(score).collect()
+            } else {
+                queries.data.par_chunks_mut(width).enumerate().map(score).collect()
+            };
+            for (selected, (scores, best)) in selected.iter_mut().zip(scored) {
+                if record_scores {
+                    recorder.causal_row("index_scores", &scores);
                 }
+                *selected = best;
             }
         }
         step.selection.rows = selected;
@@ -82,9 +94,10 @@ impl Glm {
     }
 
     /// `I[t] = Σ_j weights[j] · relu(query[j] · key[t] · index_head_dim^-½)`, heads in ascending order.
-    fn index_scores(&self, query: &[f32], weights: &[f32], keys: &Rows, scores: &mut [f32]) {
+    /// With `spread` positions are divided among threads.
+    fn index_scores(&self, query: &[f32], weights: &[f32], keys: &Rows, spread: bool, scores: &mut [f32]) {
         let scale = inverse_sqrt(self.config.index_head_dim);
-        let work = scores.len() * query.len();
+        let work = if spread { scores.len() * query.len() } else { 0 };
         let queries = RowsRef::new(query, keys.width, keys.width, query.len() / keys.width);
         for_each_chunk(scores, POSITIONS_PER_TASK, work, |task, scores| {
             let first = task * POSITIONS_PER_TASK;

@@ -4,6 +4,7 @@
 
 mod attention;
 mod indexer;
+mod lookahead;
 mod mtp;
 mod router;
 mod weights;
@@ -18,6 +19,7 @@ use shimmer_common::math::Rope;
 use shimmer_common::quant::Matrix;
 
 use self::weights::{Indexer, Layer, Mlp, Weights};
+use super::lookahead::{Guesses, LookaheadCounters, LookaheadStats};
 use super::routed::routed_sum;
 use super::rows::{Rows, activations, inverse_sqrt, project};
 use super::sequence::{LayerCache, MtpState, Sequence};
@@ -35,6 +37,7 @@ pub(super) struct Glm {
     experts: Arc<dyn ExpertCompute>,
     weights: Weights,
     rope: Rope,
+    lookahead: LookaheadCounters,
     /// Of the attention scores: `(qk_nope_head_dim + qk_rope_head_dim)^-½`.
     scale: f32,
 }
@@ -62,6 +65,7 @@ impl Glm {
             config: config.clone(),
             kernels,
             experts,
+            lookahead: LookaheadCounters::default(),
             rope: Rope::new(config.qk_rope_head_dim, config.rope_theta),
             scale: inverse_sqrt(config.qk_nope_head_dim + config.qk_rope_head_dim),
             weights,
@@ -118,7 +122,7 @@ impl Glm {
         x.add(&attn_out);
 
         let normed = x.rms_norm(self.kernels, &layer.post_attention_layernorm, eps);
-        let mlp_out = self.mlp(layer, normed, recorder)?;
+        let mlp_out = self.mlp(layer, x, normed, &mut step.guesses, recorder)?;
         recorder.rows("mlp_out", &mlp_out);
         x.add(&mlp_out);
         recorder.rows("hidden", x);
@@ -126,20 +130,35 @@ impl Glm {
     }
 
     /// The dense network, or the mixture of experts with the shared expert computed while the routed
-    /// ones are under way.
-    fn mlp(&self, layer: &Layer, x: Rows, recorder: &mut Recorder<'_>) -> Result<Rows, ExpertError> {
+    /// ones are under way. `x` is the residual stream, `normed` the layer's input.
+    fn mlp(
+        &self,
+        layer: &Layer,
+        x: &Rows,
+        normed: Rows,
+        guesses: &mut Guesses,
+        recorder: &mut Recorder<'_>,
+    ) -> Result<Rows, ExpertError> {
         match &layer.mlp {
-            Mlp::Dense(ffn) => Ok(ffn.run(self.kernels, &activations(x, &[&ffn.gate, &ffn.up]))),
+            Mlp::Dense(ffn) => {
+                self.look_ahead(layer, x, guesses);
+                Ok(ffn.run(self.kernels, &activations(normed, &[&ffn.gate, &ffn.up])))
+            }
             Mlp::Sparse { gate, e_score_correction_bias, shared_experts } => {
-                let x = activations(x, &[gate, &shared_experts.gate, &shared_experts.up]);
-                let logits = project(self.kernels, gate, &x);
+                let input = activations(normed, &[gate, &shared_experts.gate, &shared_experts.up]);
+                let logits = project(self.kernels, gate, &input);
                 let routes = router::route(self.kernels, &self.config, &logits, e_score_correction_bias);
+                guesses.judge(layer.index, &routes, &self.lookahead);
                 let k = self.config.num_experts_per_tok;
                 recorder.rows("router_logits", &logits);
                 routes.record(k, recorder);
                 let mut shared = Rows::default();
-                let mut meanwhile = || shared = shared_experts.run(self.kernels, &x);
-                let mut y = routed_sum(&*self.experts, layer.index, &x, &routes, k, &mut meanwhile)?;
+                let mut meanwhile = || {
+                    // Adding the shared expert to `x` first was measured not to improve the guesses.
+                    self.look_ahead(layer, x, guesses);
+                    shared = shared_experts.run(self.kernels, &input);
+                };
+                let mut y = routed_sum(&*self.experts, layer.index, &input, &routes, k, &mut meanwhile)?;
                 y.add(&shared);
                 Ok(y)
             }
@@ -215,6 +234,10 @@ impl LanguageModel for Glm {
 
     fn truncate(&self, seq: &mut Sequence, len: usize) {
         seq.truncate(len);
+    }
+
+    fn lookahead(&self) -> LookaheadStats {
+        self.lookahead.stats()
     }
 }
 

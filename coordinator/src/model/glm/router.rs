@@ -1,5 +1,6 @@
 //! The sigmoid router with correction bias and groups (docs/model.md §6).
 
+use rayon::prelude::*;
 use shimmer_common::container::config::GlmConfig;
 use shimmer_common::kernels::Kernels;
 use shimmer_common::math;
@@ -7,29 +8,43 @@ use shimmer_common::math;
 use crate::model::routed::Routes;
 use crate::model::rows::Rows;
 
+/// Rows routed by one task (some 50 µs).
+const ROWS_PER_TASK: usize = 16;
+
 /// Chooses experts and weights for every row of `logits` (`[rows, n_routed_experts]`).
 pub(super) fn route(kernels: Kernels, config: &GlmConfig, logits: &Rows, bias: &[f32]) -> Routes {
-    let mut routes = Routes::default();
-    let mut choice = vec![0.0; logits.width];
-    for r in 0..logits.rows() {
-        let mut scores = logits.row(r).to_vec();
-        kernels.sigmoid(&mut scores);
-        for (c, (s, b)) in choice.iter_mut().zip(scores.iter().zip(bias)) {
-            *c = s + b;
-        }
-        limit_groups(config, &mut choice);
-        let mut ids = math::top_k(&choice, config.num_experts_per_tok);
-        ids.sort_unstable();
-        // The bias decides who is chosen, never the weight.
-        let mut gates: Vec<f32> = ids.iter().map(|&id| scores[id]).collect();
-        if config.norm_topk_prob {
-            let sum = gates.iter().sum::<f32>() + 1e-20;
-            gates.iter_mut().for_each(|g| *g /= sum);
-        }
-        gates.iter_mut().for_each(|g| *g *= config.routed_scaling_factor);
-        routes.push(&ids, &gates);
-    }
+    let k = config.num_experts_per_tok;
+    let mut routes = Routes::zeroed(logits.rows(), k);
+    let rows = routes.ids.par_chunks_mut(k).zip(routes.gates.par_chunks_mut(k));
+    let rows = rows.zip(logits.data.par_chunks(logits.width)).with_min_len(ROWS_PER_TASK);
+    rows.for_each(|((ids, gates), logits)| route_row(kernels, config, logits, bias, ids, gates));
     routes
+}
+
+/// Chooses the experts `ids`, ascending, and their weights `gates` for one row.
+fn route_row(
+    kernels: Kernels,
+    config: &GlmConfig,
+    logits: &[f32],
+    bias: &[f32],
+    ids: &mut [u16],
+    gates: &mut [f32],
+) {
+    let mut scores = logits.to_vec();
+    kernels.sigmoid(&mut scores);
+    let mut choice: Vec<f32> = scores.iter().zip(bias).map(|(s, b)| s + b).collect();
+    limit_groups(config, &mut choice);
+    // The bias decides who is chosen, never the weight.
+    for ((id, gate), chosen) in
+        ids.iter_mut().zip(gates.iter_mut()).zip(math::largest(&choice, config.num_experts_per_tok))
+    {
+        (*id, *gate) = (chosen as u16, scores[chosen as usize]);
+    }
+    if config.norm_topk_prob {
+        let sum = gates.iter().sum::<f32>() + 1e-20;
+        gates.iter_mut().for_each(|g| *g /= sum);
+    }
+    gates.iter_mut().for_each(|g| *g *= config.routed_scaling_factor);
 }
 
 /// Bars the experts of all but the `topk_group` best groups. A group scores the sum of its two best.

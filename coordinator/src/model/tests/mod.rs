@@ -5,6 +5,7 @@ mod bits;
 mod demo;
 mod drafts;
 mod errors;
+mod lookahead;
 mod oracle;
 mod sample;
 mod variants;
