@@ -47,6 +47,8 @@ mod integer;
 mod matmul;
 mod ops;
 mod portable;
+#[allow(unsafe_code)]
+mod probe;
 mod scales;
 
 use std::str::FromStr;
@@ -56,6 +58,7 @@ pub use activations::{Activations, GROUP, QuantRows};
 pub use attention::{RowsMut, RowsRef, StoredRows};
 use matmul::Threads;
 use ops::{FloatOp, Ops};
+pub use probe::{Macs, Probe};
 
 use crate::math::Masses;
 use crate::quant::MatrixRef;

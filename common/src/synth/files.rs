@@ -58,6 +58,9 @@ impl Unit {
     }
 }
 
+/// What direct reads are made of.
+const BLOCK_BYTES: u64 = 4096;
+
 /// The output projection of the attention is damped: averaging over positions keeps what all tokens have in
 /// common and cancels the rest, and at full strength every layer would add to it.
 const ATTENTION_GAIN: f64 = 0.25;
@@ -95,8 +98,8 @@ pub(super) fn files(config: &ModelConfig, options: &SynthOptions) -> Result<Vec<
     Ok(files)
 }
 
-/// Cuts `units` into files of at most `limit` bytes (or one unit). In a file experts come first, so that
-/// they start where the header ends.
+/// Cuts `units` into files of at most `limit` bytes (or one unit), laid out as the converter does it
+/// (docs/formats.md §10): whole experts first, then what consists of whole blocks, then f32, then the rest.
 fn shards(prefix: &str, units: Vec<Unit>, limit: u64) -> Vec<OutputFile> {
     let mut groups: Vec<(u64, Vec<Unit>)> = Vec::new();
     for unit in units {
@@ -111,7 +114,11 @@ fn shards(prefix: &str, units: Vec<Unit>, limit: u64) -> Vec<OutputFile> {
     }
     let file = |(number, (_, mut group)): (usize, (u64, Vec<Unit>))| {
         group.sort_by_key(|unit| !unit.is_expert);
-        let pieces = group.into_iter().flat_map(|unit| unit.pieces).collect();
+        let experts = group.iter().filter(|unit| unit.is_expert).map(|unit| unit.pieces.len()).sum();
+        let mut pieces: Vec<Piece> = group.into_iter().flat_map(|unit| unit.pieces).collect();
+        pieces[experts..].sort_by_key(|piece| {
+            (!piece.bytes().is_multiple_of(BLOCK_BYTES), piece.header.dtype != Dtype::F32)
+        });
         OutputFile { name: format!("{prefix}{number:05}.safetensors"), pieces }
     };
     groups.into_iter().enumerate().map(file).collect()

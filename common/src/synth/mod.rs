@@ -7,6 +7,7 @@
 //! name when it is complete.
 
 mod files;
+mod matrix;
 mod random;
 mod router;
 mod shape;
@@ -16,6 +17,7 @@ use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
+pub use matrix::{fill_matrix, random_ids, random_values, shuffled};
 pub use router::{DEFAULT_ZIPF_EXPONENT, RouterSkew};
 pub use shape::SynthShape;
 
@@ -247,19 +249,7 @@ fn write_file(
             }
         }
     }
-    writer.finish().map_err(io)?;
-    forget(&path);
-    Ok(())
-}
-
-/// Tells the system that the file's pages are not needed, so that a cold start is cold. Only advice.
-fn forget(path: &Path) {
-    #[cfg(target_os = "linux")]
-    if let Ok(file) = std::fs::File::open(path) {
-        let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
-    }
-    #[cfg(not(target_os = "linux"))]
-    let _ = path;
+    writer.finish().map_err(io)
 }
 
 /// Makes the bytes of one tensor, front to back.

@@ -5,6 +5,7 @@
 
 mod answer;
 mod bandwidth;
+mod bench;
 mod chat;
 mod chat_session;
 mod cluster;
@@ -97,6 +98,9 @@ enum Command {
     Synth(Box<synth::SynthArgs>),
     /// Write an expert pack from a container
     Pack(pack::PackArgs),
+    /// What the hardware gives and how much of it the engine takes
+    #[command(subcommand)]
+    Bench(bench::BenchCommand),
     /// What would go where and how fast it might be, from headers only
     Plan(Box<plan::PlanArgs>),
     /// Read-only checks of machine, model and cluster
@@ -149,6 +153,7 @@ fn dispatch(command: Command, clap: &clap::Command, argv: &[OsString]) -> Result
         Command::Convert(args) => convert::run(&args),
         Command::Synth(args) => synth::run(&args),
         Command::Pack(args) => pack::run(&args),
+        Command::Bench(command) => bench::run(&command),
         Command::Plan(args) => plan::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Cluster(command) => cluster::run(&command),

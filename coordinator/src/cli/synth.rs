@@ -32,7 +32,7 @@ enum Preset {
 
 /// A storage format by the name of the command line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct FormatArg(Format);
+pub(super) struct FormatArg(pub(super) Format);
 
 /// Group sizes the container format knows.
 const GROUPS: [u32; 8] = [16, 32, 48, 64, 96, 128, 192, 256];

@@ -1,0 +1,87 @@
+//! A loaded model under measurement, and what its expert store did meanwhile.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use serde::Serialize;
+use shimmer_common::experts::StoreStats;
+use shimmer_common::io;
+
+use super::disk::Reads;
+use super::rates;
+use crate::cli::error::CliError;
+use crate::cli::model_args::ModelArgs;
+use crate::cli::open::{self, Loaded};
+use crate::decode::DraftPolicy;
+use crate::text::TextModel;
+
+/// A model, its text side where drafts need one.
+pub type Subject = Loaded<Option<Arc<TextModel>>>;
+
+/// Loads the model of `args` for sequences of `tokens` tokens.
+///
+/// # Errors
+/// [`CliError`].
+pub fn load(args: &ModelArgs, tokens: usize) -> Result<Subject, CliError> {
+    let mut args = args.clone();
+    args.limits.context = Some(args.limits.context.unwrap_or(tokens).max(tokens));
+    open::load_with(&args, |container| {
+        let limit = container.config().max_position_embeddings();
+        if tokens > limit {
+            return Err(CliError::Usage(format!(
+                "{tokens} tokens are more than the {limit} this model supports"
+            )));
+        }
+        // Only the generation loop drafts, and it speaks text.
+        let drafting = container.has_mtp() && args.limits.draft.0 != DraftPolicy::Off;
+        let open = || TextModel::open(container.dir(), container.config().vocab_size());
+        Ok(if drafting { Some(Arc::new(open()?)) } else { None })
+    })
+}
+
+/// Drops the model's files from the page cache, so far as the system lets us.
+pub fn forget(dirs: &[PathBuf]) {
+    for dir in dirs {
+        for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+            if let Ok(file) = std::fs::File::open(entry.path()) {
+                io::forget(&file, 0, file.metadata().map_or(0, |meta| meta.len()));
+            }
+        }
+    }
+}
+
+/// The store's counters; zeros where experts are computed elsewhere.
+pub fn counters(subject: &Subject) -> StoreStats {
+    subject.local.as_ref().map(|store| store.stats()).unwrap_or_default()
+}
+
+/// Whether every expert of the model fits in the store.
+pub fn all_resident(subject: &Subject) -> bool {
+    subject.memory.expert_bytes >= subject.memory.all_experts_bytes
+}
+
+/// The limits of this machine, measured between runs.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct Limits {
+    /// Memory reads of all compute threads together.
+    pub memory_bytes_per_s: Option<f64>,
+    /// Reads of experts from the model's disk; only where experts are read while measuring.
+    pub disk_bytes_per_s: Option<f64>,
+}
+
+impl Limits {
+    /// Measures now.
+    ///
+    /// # Errors
+    /// [`CliError`] when the model's experts cannot be listed.
+    pub fn measure(subject: &Subject, seed: u64) -> Result<Self, CliError> {
+        let memory_bytes_per_s = rates::memory(subject.pool.current_num_threads());
+        let disk_bytes_per_s = match &subject.local {
+            Some(store) if !all_resident(subject) => {
+                rates::disk(&Reads::of_experts(store.source().as_ref())?, seed)
+            }
+            _ => None,
+        };
+        Ok(Self { memory_bytes_per_s, disk_bytes_per_s })
+    }
+}
