@@ -32,7 +32,7 @@ impl Ops for PortableFma {
     fn integer(&self, task: IntTask<'_, '_>) {
         #[target_feature(enable = "fma")]
         fn with_fma(task: IntTask<'_, '_>) {
-            integer::<_, 1>(Portable, task);
+            integer::<_, 1, 1>(Portable, task);
         }
         // SAFETY: `self` exists only after `detect_fma` saw the feature.
         unsafe { with_fma(task) }
@@ -52,7 +52,7 @@ impl Ops for Avx2 {
     fn integer(&self, task: IntTask<'_, '_>) {
         #[target_feature(enable = "avx2,fma")]
         fn with_avx2(engine: Avx2, task: IntTask<'_, '_>) {
-            integer::<_, 1>(engine, task);
+            integer::<_, 1, 4>(engine, task);
         }
         // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
         unsafe { with_avx2(*self, task) }

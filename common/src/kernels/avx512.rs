@@ -27,7 +27,7 @@ impl Ops for Avx512 {
     fn integer(&self, task: IntTask<'_, '_>) {
         #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma")]
         fn with_avx512(engine: Avx512, task: IntTask<'_, '_>) {
-            integer::<_, 2>(engine, task);
+            integer::<_, 4, 4>(engine, task);
         }
         // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { with_avx512(*self, task) }

@@ -7,11 +7,21 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::arrange::{Arranged, QUAD, QUAD_GROUPS, XRow};
+use super::arrange::{Arranged, QUAD, QUAD_GROUPS, XQuad, XRow};
 use super::engine::Engine;
 use super::scales::{GroupScales, StripeScales};
 use crate::math::LANES;
 use crate::quant::{Format, MatrixRef};
+
+/// Quads whose scales fill one vector.
+const BLOCK_QUADS: usize = LANES / QUAD_GROUPS;
+
+/// Above this many activation rows weights are unpacked once per tile instead of once per four of them.
+const UNPACK_ABOVE: usize = 8;
+
+/// Activation rows that stay in the second cache while weight rows pass by; there are as many passes over the
+/// weights as blocks of this many rows.
+const X_BLOCK: usize = 64;
 
 /// Weight rows `rows` times activation rows `x_rows`.
 pub(super) struct IntTask<'a, 'o> {
@@ -85,6 +95,9 @@ trait Source: Copy {
     /// Whether the codes are int8.
     const BYTES: bool;
 
+    /// Number of quads.
+    fn quads(&self) -> usize;
+
     fn quad<E: Engine>(&self, e: E, q: usize) -> [E::Codes; 4];
 }
 
@@ -114,6 +127,11 @@ impl<P: Packed<N>, const N: usize> Source for PackedRow<'_, P, N> {
     fn quad<E: Engine>(&self, e: E, q: usize) -> [E::Codes; 4] {
         P::unpack(e, self.whole.get(q).unwrap_or(&self.tail))
     }
+
+    #[inline(always)]
+    fn quads(&self) -> usize {
+        self.whole.len() + 1
+    }
 }
 
 /// One quad of unpacked codes.
@@ -133,18 +151,23 @@ impl<const BYTES: bool> Source for UnpackedRow<'_, BYTES> {
         let CodeQuad([a, b, c, d]) = &self.0[q];
         [e.load_codes(a), e.load_codes(b), e.load_codes(c), e.load_codes(d)]
     }
+
+    #[inline(always)]
+    fn quads(&self) -> usize {
+        self.0.len()
+    }
 }
 
-/// Computes a task with tiles of `R` weight rows and up to four activation rows.
+/// Computes a task with tiles of `R` weight rows and up to `C` (4 or 1) activation rows.
 #[inline(always)]
-pub(super) fn integer<E: Engine, const R: usize>(e: E, task: IntTask<'_, '_>) {
+pub(super) fn integer<E: Engine, const R: usize, const C: usize>(e: E, task: IntTask<'_, '_>) {
     match task.w.format {
         Format::Int4Grouped { group } if !group.is_multiple_of(64) => split_groups(e, task, group as usize),
-        Format::Int4Grouped { .. } => few_or_many::<E, Int4, 128, false, true, R>(e, task),
-        Format::Int4Row => few_or_many::<E, Int4, 128, false, false, R>(e, task),
-        Format::Int8Row => few_or_many::<E, Int8, 256, true, false, R>(e, task),
-        Format::Int2Row => few_or_many::<E, Int2, 64, false, false, R>(e, task),
-        Format::Int3G64 => few_or_many::<E, Int3, 96, false, true, R>(e, task),
+        Format::Int4Grouped { .. } => by_count::<E, Int4, 128, false, true, R, C>(e, task),
+        Format::Int4Row => by_count::<E, Int4, 128, false, false, R, C>(e, task),
+        Format::Int8Row => by_count::<E, Int8, 256, true, false, R, C>(e, task),
+        Format::Int2Row => by_count::<E, Int2, 64, false, false, R, C>(e, task),
+        Format::Int3G64 => by_count::<E, Int3, 96, false, true, R, C>(e, task),
         Format::F32 | Format::F16 | Format::Bf16 | Format::Fp8Block => {
             unreachable!("float formats take f32 activations")
         }
@@ -153,7 +176,91 @@ pub(super) fn integer<E: Engine, const R: usize>(e: E, task: IntTask<'_, '_>) {
 
 /// Weight rows that have one scale, or one per group of 64 columns or of a multiple of that (`GROUPED`).
 #[inline(always)]
-fn few_or_many<E, P, const N: usize, const BYTES: bool, const GROUPED: bool, const R: usize>(
+fn by_count<E, P, const N: usize, const BYTES: bool, const GROUPED: bool, const R: usize, const C: usize>(
+    e: E,
+    task: IntTask<'_, '_>,
+) where
+    E: Engine,
+    P: Packed<N>,
+{
+    if task.x_rows.len() == 1 {
+        one_row::<E, P, N, GROUPED>(e, task);
+        return;
+    }
+    let IntTask { w, rows, x, x_rows, outs } = task;
+    for (x_rows, outs) in x_rows.chunks(X_BLOCK).zip(outs.chunks_mut(X_BLOCK)) {
+        let task = IntTask { w, rows: rows.clone(), x, x_rows, outs };
+        if C == 1 || x_rows.len() > UNPACK_ABOVE {
+            many_rows::<E, P, N, BYTES, GROUPED, R, C>(e, task);
+        } else {
+            few_rows::<E, P, N, GROUPED, R>(e, task);
+        }
+    }
+}
+
+/// One activation row: weights are read as stored, in order.
+#[inline(always)]
+fn one_row<E: Engine, P: Packed<N>, const N: usize, const GROUPED: bool>(e: E, task: IntTask<'_, '_>) {
+    let IntTask { w, rows, x, x_rows, outs } = task;
+    let mut scales = GroupScales::default();
+    let x = [x.row(x_rows[0])];
+    for (row, out) in rows.zip(outs[0].iter_mut()) {
+        let bytes = w.row_weights(row);
+        let codes = [PackedRow::<P, N>::new(bytes)];
+        let groups = [if GROUPED { scales.of_row(w, row) } else { &[] }];
+        let [[dot]] = tile::<E, _, GROUPED, 1, 1>(e, &codes, groups, &x);
+        *out = if GROUPED { dot } else { dot * w.row_scales(row)[0] };
+    }
+}
+
+/// A few activation rows: weights are unpacked in registers, for up to four at a time. (Unpacking the next tile
+/// or prefetching it meanwhile was measured to be slower.)
+#[inline(always)]
+fn few_rows<E: Engine, P: Packed<N>, const N: usize, const GROUPED: bool, const R: usize>(
+    e: E,
+    task: IntTask<'_, '_>,
+) {
+    let IntTask { w, rows, x, x_rows, outs } = task;
+    let mut tile_rows = TileRows::<R>::new(rows.clone());
+    for start in rows.step_by(R) {
+        tile_rows.set::<GROUPED>(w, start);
+        let mut codes = [PackedRow::<P, N>::new(&[]); R];
+        for (codes, row) in codes.iter_mut().zip(tile_rows.rows) {
+            *codes = PackedRow::new(w.row_weights(row));
+        }
+        let mut done = 0;
+        while done < x_rows.len() {
+            let groups = tile_rows.groups();
+            let (x_rows, outs) = (&x_rows[done..], &mut outs[done..]);
+            done += match *x_rows {
+                [] => 0,
+                // One row more than blocks of 64.
+                [a] => {
+                    let dots = tile::<E, _, GROUPED, R, 2>(e, &codes, groups, &[x.row(a), x.row(a)]);
+                    tile_rows.write::<GROUPED, 2>(&dots, outs)
+                }
+                [a, b] => {
+                    let dots = tile::<E, _, GROUPED, R, 2>(e, &codes, groups, &[x.row(a), x.row(b)]);
+                    tile_rows.write::<GROUPED, 2>(&dots, outs)
+                }
+                [a, b, c] | [a, b, c, _, _] | [a, b, c, _, _, _] => {
+                    let x = [x.row(a), x.row(b), x.row(c)];
+                    let dots = tile::<E, _, GROUPED, R, 3>(e, &codes, groups, &x);
+                    tile_rows.write::<GROUPED, 3>(&dots, outs)
+                }
+                [a, b, c, d, ..] => {
+                    let x = [x.row(a), x.row(b), x.row(c), x.row(d)];
+                    let dots = tile::<E, _, GROUPED, R, 4>(e, &codes, groups, &x);
+                    tile_rows.write::<GROUPED, 4>(&dots, outs)
+                }
+            };
+        }
+    }
+}
+
+/// Many activation rows: `R` weight rows are unpacked into a small buffer and meet all of them.
+#[inline(always)]
+fn many_rows<E, P, const N: usize, const BYTES: bool, const GROUPED: bool, const R: usize, const C: usize>(
     e: E,
     task: IntTask<'_, '_>,
 ) where
@@ -161,53 +268,26 @@ fn few_or_many<E, P, const N: usize, const BYTES: bool, const GROUPED: bool, con
     P: Packed<N>,
 {
     let IntTask { w, rows, x, x_rows, outs } = task;
-    if let ([x_row], [out]) = (x_rows, &mut *outs) {
-        let mut scales = GroupScales::default();
-        for (row, out) in rows.zip(out.iter_mut()) {
-            let codes = PackedRow::<P, N>::new(w.row_weights(row));
-            let groups = if GROUPED { scales.of_row(w, row) } else { &[] };
-            let [[dot]] = tile::<E, _, GROUPED, 1, 1>(e, &[codes], [groups], [x.row(*x_row)]);
-            *out = if GROUPED { dot } else { dot * w.row_scales(row)[0] };
-        }
-        return;
-    }
     let row_quads = w.cols.div_ceil(QUAD);
     let mut buffer = vec![CodeQuad([[0; 64]; 4]); R * row_quads];
-    let mut scales: [GroupScales; R] = std::array::from_fn(|_| GroupScales::default());
-    let (first, last) = (rows.start, rows.end.saturating_sub(1));
+    let mut tile_rows = TileRows::<R>::new(rows.clone());
     for start in rows.step_by(R) {
-        // The last tile may repeat the last row.
-        let tile_rows: [usize; R] = std::array::from_fn(|r| (start + r).min(last));
-        for (r, &row) in tile_rows.iter().enumerate() {
-            let codes = PackedRow::<P, N>::new(w.row_weights(row));
-            unpack_row(e, &codes, &mut buffer[r * row_quads..(r + 1) * row_quads]);
-            if GROUPED {
-                scales[r].load(w, row);
-            }
+        tile_rows.set::<GROUPED>(w, start);
+        let mut codes = [UnpackedRow::<BYTES>(&[]); R];
+        for ((buffer, codes), row) in
+            buffer.chunks_exact_mut(row_quads.max(1)).zip(&mut codes).zip(tile_rows.rows)
+        {
+            unpack_row(e, &PackedRow::<P, N>::new(w.row_weights(row)), buffer);
+            *codes = UnpackedRow(buffer);
         }
-        let codes: [UnpackedRow<'_, BYTES>; R] =
-            std::array::from_fn(|r| UnpackedRow(&buffer[r * row_quads..(r + 1) * row_quads]));
-        let groups: [&[[f32; LANES]]; R] = std::array::from_fn(|r| scales[r].loaded());
-        let row_scale = tile_rows.map(|row| if GROUPED { 1.0 } else { w.row_scales(row)[0] });
-        for (x_rows, outs) in x_rows.chunks(4).zip(outs.chunks_mut(4)) {
-            let write = |r: usize, c: usize, dot: f32| {
-                // A repeated row writes the same value again.
-                outs[c][tile_rows[r] - first] = if GROUPED { dot } else { dot * row_scale[r] };
-            };
-            match *x_rows {
-                [a] => each(tile::<E, _, GROUPED, R, 1>(e, &codes, groups, [a].map(|a| x.row(a))), write),
-                [a, b] => {
-                    each(tile::<E, _, GROUPED, R, 2>(e, &codes, groups, [a, b].map(|a| x.row(a))), write)
-                }
-                [a, b, c] => {
-                    each(tile::<E, _, GROUPED, R, 3>(e, &codes, groups, [a, b, c].map(|a| x.row(a))), write)
-                }
-                [a, b, c, d] => each(
-                    tile::<E, _, GROUPED, R, 4>(e, &codes, groups, [a, b, c, d].map(|a| x.row(a))),
-                    write,
-                ),
-                _ => {}
+        for (x_rows, outs) in x_rows.chunks(C).zip(outs.chunks_mut(C)) {
+            // The last tile may repeat an activation row.
+            let mut rows = [x.row(x_rows[0]); C];
+            for (row, &index) in rows.iter_mut().zip(x_rows) {
+                *row = x.row(index);
             }
+            let dots = tile::<E, _, GROUPED, R, C>(e, &codes, tile_rows.groups(), &rows);
+            tile_rows.write::<GROUPED, C>(&dots, outs);
         }
     }
 }
@@ -224,78 +304,244 @@ fn unpack_row<E: Engine>(e: E, row: &impl Source, out: &mut [CodeQuad]) {
     }
 }
 
-/// Hands out the results of a tile.
-#[inline(always)]
-fn each<const R: usize, const C: usize>(dots: [[f32; C]; R], mut write: impl FnMut(usize, usize, f32)) {
-    for (r, dots) in dots.into_iter().enumerate() {
-        for (c, dot) in dots.into_iter().enumerate() {
-            write(r, c, dot);
+/// The weight rows of a tile; the last tile of a task may repeat its last row.
+struct TileRows<const R: usize> {
+    first: usize,
+    last: usize,
+    rows: [usize; R],
+    row_scales: [f32; R],
+    scales: [GroupScales; R],
+}
+
+impl<const R: usize> TileRows<R> {
+    fn new(rows: Range<usize>) -> Self {
+        Self {
+            first: rows.start,
+            last: rows.end.saturating_sub(1),
+            rows: [0; R],
+            row_scales: [1.0; R],
+            scales: std::array::from_fn(|_| GroupScales::default()),
         }
+    }
+
+    /// The rows from `start` on.
+    #[inline(always)]
+    fn set<const GROUPED: bool>(&mut self, w: MatrixRef<'_>, start: usize) {
+        for r in 0..R {
+            self.rows[r] = self.last.min(start + r);
+            if GROUPED {
+                self.scales[r].load(w, self.rows[r]);
+            } else {
+                self.row_scales[r] = w.row_scales(self.rows[r])[0];
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn groups(&self) -> [&[[f32; LANES]]; R] {
+        let mut groups: [&[[f32; LANES]]; R] = [&[]; R];
+        for (groups, scales) in groups.iter_mut().zip(&self.scales) {
+            *groups = scales.loaded();
+        }
+        groups
+    }
+
+    /// Writes the results of a tile to the first of `outs` and returns how many activation rows it had; a
+    /// repeated weight row writes the same value again.
+    #[inline(always)]
+    fn write<const GROUPED: bool, const C: usize>(
+        &self,
+        dots: &[[f32; C]; R],
+        outs: &mut [&mut [f32]],
+    ) -> usize {
+        for (c, out) in outs.iter_mut().enumerate().take(C) {
+            for r in 0..R {
+                let dot = dots[r][c];
+                out[self.rows[r] - self.first] = if GROUPED { dot } else { dot * self.row_scales[r] };
+            }
+        }
+        C
     }
 }
 
-/// Dot products of `R` weight rows with `C` activation rows of one width; `w_scales` are the scales of 64
-/// columns each, 16 at a time, where the weights have such.
+/// Dot products of `R` (1 or 4) weight rows with `C` (at most 4) activation rows of one width; `w_scales` are
+/// the scales of 64 columns each, 16 at a time, where the weights have such.
 ///
-/// Plain loops throughout: closures passed to `map` and the like are compiled without the instruction set.
+/// Accumulators stay in registers only where every index is a constant before the optimiser unrolls loops;
+/// hence the calls written out here and below. Closures (`map` and the like) would be compiled without the
+/// instruction set.
 #[inline(always)]
-#[expect(clippy::needless_range_loop, reason = "several arrays are walked together")]
 fn tile<E: Engine, W: Source, const GROUPED: bool, const R: usize, const C: usize>(
     e: E,
     w: &[W; R],
     w_scales: [&[[f32; LANES]]; R],
-    x: [XRow<'_>; C],
+    x: &[XRow<'_>; C],
 ) -> [[f32; C]; R] {
-    const BLOCK_QUADS: usize = LANES / QUAD_GROUPS;
-    let zero = e.splat(0.0);
-    let mut acc = [[zero; C]; R];
     let quads = x[0].quads.len();
-    for block in 0..x[0].scales.len() {
-        let mut scales = [[zero; C]; R];
-        for r in 0..R {
-            for c in 0..C {
-                scales[r][c] = e.load(&x[c].scales[block]);
-                if GROUPED {
-                    scales[r][c] = e.mul(e.load(&w_scales[r][block]), scales[r][c]);
-                }
+    let blocks = x[0].scales.len();
+    for x in x {
+        assert!(x.quads.len() == quads && x.scales.len() == blocks, "activation rows of one width");
+    }
+    for (w, w_scales) in w.iter().zip(w_scales) {
+        assert!(w.quads() >= quads && (!GROUPED || w_scales.len() >= blocks), "weights as wide");
+    }
+    let zero = e.splat(0.0);
+    let mut pairs = [[[zero; 2]; C]; 2];
+    for block in 0..blocks {
+        let mut scales = [[[zero; 2]; C]; 2];
+        for c in 0..C {
+            let x_scales = e.load(&x[c].scales[block]);
+            for r in 0..R {
+                scales[r / 2][c][r % 2] =
+                    if GROUPED { e.mul(e.load(&w_scales[r][block]), x_scales) } else { x_scales };
             }
         }
         let first = block * BLOCK_QUADS;
-        for q in first..quads.min(first + BLOCK_QUADS) {
-            let mut x_quad = [&x[0].quads[q]; C];
-            let mut sums = [[e.begin(&x_quad[0].offsets); C]; R];
-            for c in 1..C {
-                x_quad[c] = &x[c].quads[q];
-                for r in 0..R {
-                    sums[r][c] = e.begin(&x_quad[c].offsets);
-                }
+        let last = quads.min(first + BLOCK_QUADS);
+        for q in first..last {
+            let k = q - first;
+            if R == 1 {
+                single(e, &w[0], x, q, k, &scales[0], &mut pairs[0]);
+                continue;
             }
-            let mut codes = [[e.splat_code(0); 4]; R];
-            for r in 0..R {
-                codes[r] = w[r].quad(e, q);
-            }
-            for v in 0..4 {
-                for c in 0..C {
-                    for r in 0..R {
-                        sums[r][c] = e.add(W::BYTES, codes[r][v], &x_quad[c].values[v], sums[r][c]);
-                    }
-                }
-            }
-            for r in 0..R {
-                for c in 0..C {
-                    let sums = e.finish(W::BYTES, sums[r][c], &x_quad[c].offsets);
-                    acc[r][c] = e.fma(sums, e.spread(scales[r][c], q - first), acc[r][c]);
-                }
+            pair(e, [&w[0], &w[1 % R]], x, q, k, &scales[0], &mut pairs[0]);
+            if R > 2 {
+                pair(e, [&w[2 % R], &w[3 % R]], x, q, k, &scales[1], &mut pairs[1]);
             }
         }
     }
-    let mut dots = [[0.0; C]; R];
-    for r in 0..R {
-        for c in 0..C {
-            dots[r][c] = e.tree(acc[r][c]);
+    let mut dots = [[0.0; 4]; 4];
+    trees(e, &pairs[0], 0, R, &mut dots);
+    if R > 2 {
+        trees(e, &pairs[1], 2, R, &mut dots);
+    }
+    let mut out = [[0.0; C]; R];
+    for (out, dots) in out.iter_mut().zip(&dots) {
+        out.copy_from_slice(&dots[..C]);
+    }
+    out
+}
+
+/// Adds up the accumulators of weight rows `r` and `r + 1` of `rows`.
+#[inline(always)]
+fn trees<E: Engine, const C: usize>(
+    e: E,
+    acc: &[[E::Floats; 2]; C],
+    r: usize,
+    rows: usize,
+    dots: &mut [[f32; 4]; 4],
+) {
+    if C > 0 {
+        dots[r][0] = e.tree(acc[0][0]);
+    }
+    if C > 1 {
+        dots[r][1] = e.tree(acc[1 % C][0]);
+    }
+    if C > 2 {
+        dots[r][2] = e.tree(acc[2 % C][0]);
+    }
+    if C > 3 {
+        dots[r][3] = e.tree(acc[3 % C][0]);
+    }
+    if rows > 1 {
+        if C > 0 {
+            dots[r + 1][0] = e.tree(acc[0][1]);
+        }
+        if C > 1 {
+            dots[r + 1][1] = e.tree(acc[1 % C][1]);
+        }
+        if C > 2 {
+            dots[r + 1][2] = e.tree(acc[2 % C][1]);
+        }
+        if C > 3 {
+            dots[r + 1][3] = e.tree(acc[3 % C][1]);
         }
     }
-    dots
+}
+
+/// Adds quad `q`, the `k`-th of its block, of one weight row to the accumulators.
+#[inline(always)]
+fn single<E: Engine, W: Source, const C: usize>(
+    e: E,
+    w: &W,
+    x: &[XRow<'_>; C],
+    q: usize,
+    k: usize,
+    scales: &[[E::Floats; 2]; C],
+    acc: &mut [[E::Floats; 2]; C],
+) {
+    let codes = w.quad(e, q);
+    if C > 0 {
+        acc[0][0] = column::<E, W>(e, &codes, &x[0].quads[q], k, scales[0][0], acc[0][0]);
+    }
+    if C > 1 {
+        acc[1 % C][0] = column::<E, W>(e, &codes, &x[1 % C].quads[q], k, scales[1 % C][0], acc[1 % C][0]);
+    }
+    if C > 2 {
+        acc[2 % C][0] = column::<E, W>(e, &codes, &x[2 % C].quads[q], k, scales[2 % C][0], acc[2 % C][0]);
+    }
+    if C > 3 {
+        acc[3 % C][0] = column::<E, W>(e, &codes, &x[3 % C].quads[q], k, scales[3 % C][0], acc[3 % C][0]);
+    }
+}
+
+/// As [`single`] for two weight rows.
+#[inline(always)]
+fn pair<E: Engine, W: Source, const C: usize>(
+    e: E,
+    w: [&W; 2],
+    x: &[XRow<'_>; C],
+    q: usize,
+    k: usize,
+    scales: &[[E::Floats; 2]; C],
+    acc: &mut [[E::Floats; 2]; C],
+) {
+    let codes = [w[0].quad(e, q), w[1].quad(e, q)];
+    if C > 0 {
+        acc[0] = two::<E, W>(e, &codes, &x[0].quads[q], k, scales[0], acc[0]);
+    }
+    if C > 1 {
+        acc[1 % C] = two::<E, W>(e, &codes, &x[1 % C].quads[q], k, scales[1 % C], acc[1 % C]);
+    }
+    if C > 2 {
+        acc[2 % C] = two::<E, W>(e, &codes, &x[2 % C].quads[q], k, scales[2 % C], acc[2 % C]);
+    }
+    if C > 3 {
+        acc[3 % C] = two::<E, W>(e, &codes, &x[3 % C].quads[q], k, scales[3 % C], acc[3 % C]);
+    }
+}
+
+/// Two weight rows and one activation row.
+#[inline(always)]
+fn two<E: Engine, W: Source>(
+    e: E,
+    codes: &[[E::Codes; 4]; 2],
+    x: &XQuad,
+    k: usize,
+    scales: [E::Floats; 2],
+    acc: [E::Floats; 2],
+) -> [E::Floats; 2] {
+    [
+        column::<E, W>(e, &codes[0], x, k, scales[0], acc[0]),
+        column::<E, W>(e, &codes[1], x, k, scales[1], acc[1]),
+    ]
+}
+
+/// One weight row and one activation row: the exact sums, times the scales, onto the accumulators.
+#[inline(always)]
+fn column<E: Engine, W: Source>(
+    e: E,
+    codes: &[E::Codes; 4],
+    x: &XQuad,
+    k: usize,
+    scales: E::Floats,
+    acc: E::Floats,
+) -> E::Floats {
+    let sums = e.add(W::BYTES, codes[0], &x.values[0], e.begin(&x.offsets));
+    let sums = e.add(W::BYTES, codes[1], &x.values[1], sums);
+    let sums = e.add(W::BYTES, codes[2], &x.values[2], sums);
+    let sums = e.add(W::BYTES, codes[3], &x.values[3], sums);
+    e.fma(e.finish(W::BYTES, sums, &x.offsets), e.spread(scales, k), acc)
 }
 
 /// Nibble rows whose groups are no multiples of 64 columns: a stripe is 8 neighbouring columns, the stripes of
@@ -322,7 +568,7 @@ fn split_dot<E: Engine>(e: E, w: &impl Source, w_scales: &[[[f32; LANES]; 2]], x
     let mut acc = e.splat(0.0);
     for (q, (x_quad, w_scales)) in x.quads.iter().zip(w_scales).enumerate() {
         let codes = w.quad(e, q);
-        let x_scales = e.spread(e.load(&x.scales[q * QUAD_GROUPS / LANES]), q % (LANES / QUAD_GROUPS));
+        let x_scales = e.spread(e.load(&x.scales[q * QUAD_GROUPS / LANES]), q % BLOCK_QUADS);
         for (half, w_scales) in w_scales.iter().enumerate() {
             let (low, high) = (2 * half, 2 * half + 1);
             let (x_low, x_high) = (&x_quad.values[low], &x_quad.values[high]);

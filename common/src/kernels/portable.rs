@@ -14,7 +14,7 @@ pub(super) struct Portable;
 
 impl Ops for Portable {
     fn integer(&self, task: IntTask<'_, '_>) {
-        integer::<_, 1>(*self, task);
+        integer::<_, 1, 1>(*self, task);
     }
 
     fn float(&self, op: FloatOp<'_>) {

@@ -30,6 +30,10 @@ impl GroupScales {
         self.padded.clear();
         self.padded.resize(groups.div_ceil(LANES), [0.0; LANES]);
         let padded = &mut self.padded.as_flattened_mut()[..groups];
+        if repeat == 1 {
+            padded.copy_from_slice(w.row_scales(row));
+            return;
+        }
         for (scale, groups) in w.row_scales(row).iter().zip(padded.chunks_mut(repeat)) {
             groups.fill(*scale);
         }
