@@ -333,6 +333,28 @@ fn big_products_split_over_threads_give_the_same_bits() {
 }
 
 #[test]
+fn rows_of_big_batches_have_the_bits_of_rows_alone() {
+    let mut noise = Noise(5);
+    let portable = Kernels::new(Isa::Portable).unwrap();
+    for format in FORMATS {
+        // Neither rows nor columns are whole tiles; batches end in every way a block of rows can.
+        let w = Owned::new(format, 7, 1357, Values::Random, &mut noise);
+        for batch in [9, 33, 64, 65, 67, 71, 130] {
+            let x = activations(batch, 1357, Values::Random, &mut noise);
+            let mut want = vec![0.0; batch * 7];
+            for (row, want) in want.chunks_exact_mut(7).enumerate() {
+                portable.matmul_rows(w.view(), &x, &[row], want).unwrap();
+            }
+            for kernels in all_kernels() {
+                let mut got = vec![0.0; batch * 7];
+                kernels.matmul(w.view(), &x, &mut got).unwrap();
+                assert_eq!(bits(&got), bits(&want), "{} {format} batch {batch}", kernels.isa());
+            }
+        }
+    }
+}
+
+#[test]
 fn integer_matrices_quantise_on_demand() {
     let mut noise = Noise(3);
     let w = Owned::new(Format::Int4Row, 9, 100, Values::Random, &mut noise);

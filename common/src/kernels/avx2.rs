@@ -3,6 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::engine::Engine;
+use super::float::{FloatTask, Widen, float};
 use super::integer::{IntTask, integer};
 use super::ops::{FloatOp, Ops};
 use super::portable::Portable;
@@ -12,7 +13,7 @@ use crate::math::{LANES, PlainStripes, Stripes, tree16};
 #[derive(Debug)]
 struct PortableFma(());
 
-/// AVX2 with FMA; exists only where the CPU has both.
+/// AVX2 with FMA and conversions of halves; exists only where the CPU has all of them.
 #[derive(Clone, Copy, Debug)]
 struct Avx2(());
 
@@ -25,7 +26,10 @@ pub(super) fn detect_fma() -> Option<&'static dyn Ops> {
 /// The AVX2 kernels, if the CPU supports them.
 pub(super) fn detect() -> Option<&'static dyn Ops> {
     static OPS: Avx2 = Avx2(());
-    (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")).then_some(&OPS as &dyn Ops)
+    let supported = is_x86_feature_detected!("avx2")
+        && is_x86_feature_detected!("fma")
+        && is_x86_feature_detected!("f16c");
+    supported.then_some(&OPS as &dyn Ops)
 }
 
 impl Ops for PortableFma {
@@ -33,6 +37,15 @@ impl Ops for PortableFma {
         #[target_feature(enable = "fma")]
         fn with_fma(task: IntTask<'_, '_>) {
             integer::<_, 1, 1>(Portable, task);
+        }
+        // SAFETY: `self` exists only after `detect_fma` saw the feature.
+        unsafe { with_fma(task) }
+    }
+
+    fn float_matrix(&self, task: FloatTask<'_, '_>) {
+        #[target_feature(enable = "fma")]
+        fn with_fma(task: FloatTask<'_, '_>) {
+            float::<_, 1, 1, 1>(PlainStripes, task);
         }
         // SAFETY: `self` exists only after `detect_fma` saw the feature.
         unsafe { with_fma(task) }
@@ -54,7 +67,16 @@ impl Ops for Avx2 {
         fn with_avx2(engine: Avx2, task: IntTask<'_, '_>) {
             integer::<_, 1, 4>(engine, task);
         }
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { with_avx2(*self, task) }
+    }
+
+    fn float_matrix(&self, task: FloatTask<'_, '_>) {
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn with_avx2(stripes: Avx2, task: FloatTask<'_, '_>) {
+            float::<_, 2, 2, 2>(stripes, task);
+        }
+        // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { with_avx2(*self, task) }
     }
 
@@ -63,7 +85,7 @@ impl Ops for Avx2 {
         fn with_avx2(op: FloatOp<'_>, stripes: Avx2) {
             op.run(stripes);
         }
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { with_avx2(op, *self) }
     }
 }
@@ -74,13 +96,13 @@ impl Stripes for Avx2 {
 
     #[inline(always)]
     fn zero(self) -> Self::Acc {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { [_mm256_setzero_ps(); 2] }
     }
 
     #[inline(always)]
     fn fma(self, a: &[f32; LANES], b: &[f32; LANES], acc: Self::Acc) -> Self::Acc {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe {
             [
                 _mm256_fmadd_ps(load_ps(a, 0), load_ps(b, 0), acc[0]),
@@ -91,7 +113,7 @@ impl Stripes for Avx2 {
 
     #[inline(always)]
     fn tree(self, acc: Self::Acc) -> f32 {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { tree(acc) }
     }
 
@@ -99,13 +121,13 @@ impl Stripes for Avx2 {
 
     #[inline(always)]
     fn load(self, x: &[f32; LANES]) -> Self::Acc {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA; both loads read 8 of 16 floats.
+        // SAFETY: `self` exists only after `detect` saw every feature; both loads read 8 of 16 floats.
         unsafe { [_mm256_loadu_ps(x.as_ptr()), _mm256_loadu_ps(x.as_ptr().add(8))] }
     }
 
     #[inline(always)]
     fn load_i8(self, x: &[i8; LANES]) -> Self::Acc {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA; the load reads 16 bytes.
+        // SAFETY: `self` exists only after `detect` saw every feature; the load reads 16 bytes.
         unsafe {
             let x = _mm_loadu_si128(x.as_ptr().cast());
             let widen = |x| _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x));
@@ -127,25 +149,25 @@ impl Stripes for Avx2 {
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::Acc {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { [_mm256_set1_ps(x); 2] }
     }
 
     #[inline(always)]
     fn mul(self, a: Self::Acc, b: Self::Acc) -> Self::Acc {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
     }
 
     #[inline(always)]
     fn mul_add(self, a: Self::Acc, b: Self::Acc, acc: Self::Acc) -> Self::Acc {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { [_mm256_fmadd_ps(a[0], b[0], acc[0]), _mm256_fmadd_ps(a[1], b[1], acc[1])] }
     }
 
     #[inline(always)]
     fn store(self, x: Self::Acc, out: &mut [f32; LANES]) {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA; both stores write 8 of 16 floats.
+        // SAFETY: `self` exists only after `detect` saw every feature; both stores write 8 of 16 floats.
         unsafe {
             _mm256_storeu_ps(out.as_mut_ptr(), x[0]);
             _mm256_storeu_ps(out.as_mut_ptr().add(8), x[1]);
@@ -154,9 +176,58 @@ impl Stripes for Avx2 {
 
     #[inline(always)]
     fn tree4(self, acc: [Self::Acc; 4]) -> [f32; 4] {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { tree4(acc) }
     }
+}
+
+impl Widen for Avx2 {
+    #[inline(always)]
+    fn bf16(self, bytes: &[u8; 32]) -> Self::Acc {
+        // SAFETY: `self` exists only after `detect` saw every feature; both loads are within the 32 bytes.
+        unsafe {
+            let half = |i: usize| {
+                let half = _mm_loadu_si128(bytes.as_ptr().cast::<__m128i>().add(i));
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(half)))
+            };
+            [half(0), half(1)]
+        }
+    }
+
+    #[inline(always)]
+    fn f16(self, bytes: &[u8; 32]) -> Self::Acc {
+        // SAFETY: `self` exists only after `detect` saw every feature; both loads are within the 32 bytes.
+        unsafe {
+            let half = |i: usize| _mm256_cvtph_ps(_mm_loadu_si128(bytes.as_ptr().cast::<__m128i>().add(i)));
+            [half(0), half(1)]
+        }
+    }
+
+    #[inline(always)]
+    fn e4m3(self, bytes: &[u8; 16]) -> Self::Acc {
+        // SAFETY: `self` exists only after `detect` saw every feature; the load is the 16 bytes.
+        unsafe {
+            let halves = e4m3_halves(_mm_loadu_si128(bytes.as_ptr().cast()));
+            let scale = _mm256_set1_ps(256.0);
+            [
+                _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), scale),
+                _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256::<1>(halves)), scale),
+            ]
+        }
+    }
+}
+
+/// 16 e4m3 values as IEEE halves 256 times smaller: the same fields with another bias, subnormals included.
+#[target_feature(enable = "avx2")]
+#[inline]
+pub(super) fn e4m3_halves(bytes: __m128i) -> __m256i {
+    let high = _mm256_slli_epi16::<8>(_mm256_cvtepu8_epi16(bytes));
+    let all_ones = _mm256_set1_epi16(0x3f80);
+    let magnitude = _mm256_and_si256(_mm256_srli_epi16::<1>(high), all_ones);
+    let sign = _mm256_and_si256(high, _mm256_set1_epi16(i16::MIN));
+    // All ones is NaN.
+    let nan = _mm256_and_si256(_mm256_cmpeq_epi16(magnitude, all_ones), _mm256_set1_epi16(0x7e00));
+    _mm256_or_si256(_mm256_or_si256(magnitude, sign), nan)
 }
 
 /// Vectors are pairs: the lanes of the first two groups of a quad, and those of the last two.
@@ -168,7 +239,7 @@ impl Engine for Avx2 {
 
     #[inline(always)]
     fn int4(self, bytes: &[u8; 128]) -> [[__m256i; 2]; 4] {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe {
             let low = |x| _mm256_and_si256(x, _mm256_set1_epi8(15));
             let high = |x| low(_mm256_srli_epi16::<4>(x));
@@ -186,7 +257,7 @@ impl Engine for Avx2 {
 
     #[inline(always)]
     fn int8(self, bytes: &[u8; 256]) -> [[__m256i; 2]; 4] {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe {
             // Group g is vectors 2g (columns 0–31) and 2g + 1.
             let pair =
@@ -199,26 +270,26 @@ impl Engine for Avx2 {
 
     #[inline(always)]
     fn int2(self, bytes: &[u8; 64]) -> [[__m256i; 2]; 4] {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { zip(bit_pairs(load(bytes, 0)), bit_pairs(load(bytes, 1))) }
     }
 
     #[inline(always)]
     fn int3(self, bytes: &[u8; 96]) -> [[__m256i; 2]; 4] {
         let (groups, _) = bytes.as_chunks::<24>();
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { zip(bit_triples(&groups[0], &groups[1]), bit_triples(&groups[2], &groups[3])) }
     }
 
     #[inline(always)]
     fn load_codes(self, codes: &[u8; 64]) -> [__m256i; 2] {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { [load(codes, 0), load(codes, 1)] }
     }
 
     #[inline(always)]
     fn store_codes(self, codes: [__m256i; 2], out: &mut [u8; 64]) {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA; `out` is 64 writable bytes.
+        // SAFETY: `self` exists only after `detect` saw every feature; `out` is 64 writable bytes.
         unsafe {
             _mm256_storeu_si256(out.as_mut_ptr().cast(), codes[0]);
             _mm256_storeu_si256(out.as_mut_ptr().add(32).cast(), codes[1]);
@@ -227,20 +298,20 @@ impl Engine for Avx2 {
 
     #[inline(always)]
     fn splat_code(self, code: u8) -> [__m256i; 2] {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { [_mm256_set1_epi8(code as i8); 2] }
     }
 
     #[inline(always)]
     fn begin(self, _offsets: &[i32; LANES]) -> [__m256i; 2] {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { [_mm256_setzero_si256(); 2] }
     }
 
     #[inline(always)]
     fn add(self, bytes: bool, codes: [__m256i; 2], x: &[i8; 64], mut sums: [__m256i; 2]) -> [__m256i; 2] {
         for i in 0..2 {
-            // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+            // SAFETY: `self` exists only after `detect` saw every feature.
             sums[i] = unsafe {
                 let x = load(x, i);
                 if bytes {
@@ -261,7 +332,7 @@ impl Engine for Avx2 {
     fn finish(self, bytes: bool, sums: [__m256i; 2], offsets: &[i32; LANES]) -> [__m256; 2] {
         let mut floats = Engine::splat(self, 0.0);
         for i in 0..2 {
-            // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+            // SAFETY: `self` exists only after `detect` saw every feature.
             floats[i] = unsafe {
                 let values = if bytes {
                     sums[i]
@@ -277,25 +348,25 @@ impl Engine for Avx2 {
 
     #[inline(always)]
     fn splat(self, x: f32) -> [__m256; 2] {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { [_mm256_set1_ps(x); 2] }
     }
 
     #[inline(always)]
     fn load(self, x: &[f32; LANES]) -> [__m256; 2] {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { [load_ps(x, 0), load_ps(x, 1)] }
     }
 
     #[inline(always)]
     fn mul(self, a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
     }
 
     #[inline(always)]
     fn fma(self, a: [__m256; 2], b: [__m256; 2], c: [__m256; 2]) -> [__m256; 2] {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])] }
     }
 
@@ -303,7 +374,7 @@ impl Engine for Avx2 {
     fn spread(self, scales: [__m256; 2], k: usize) -> [__m256; 2] {
         let scales = scales[k / 2];
         let first = 4 * (k as i32 % 2);
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
         let pair = |a: i32| unsafe {
             let b = a + 1;
             _mm256_permutevar8x32_ps(scales, _mm256_setr_epi32(a, a, a, a, b, b, b, b))
@@ -313,7 +384,7 @@ impl Engine for Avx2 {
 
     #[inline(always)]
     fn tree(self, x: [__m256; 2]) -> f32 {
-        // SAFETY: `self` exists only after `detect` saw AVX2 and FMA.
+        // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { tree(x) }
     }
 }

@@ -2,7 +2,9 @@
 
 use std::arch::x86_64::*;
 
+use super::avx2::e4m3_halves;
 use super::engine::Engine;
+use super::float::{FloatTask, Widen, float};
 use super::integer::{IntTask, integer};
 use super::ops::{FloatOp, Ops};
 use crate::math::{LANES, Stripes, tree16};
@@ -28,6 +30,15 @@ impl Ops for Avx512 {
         #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma")]
         fn with_avx512(engine: Avx512, task: IntTask<'_, '_>) {
             integer::<_, 4, 4>(engine, task);
+        }
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { with_avx512(*self, task) }
+    }
+
+    fn float_matrix(&self, task: FloatTask<'_, '_>) {
+        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma")]
+        fn with_avx512(stripes: Avx512, task: FloatTask<'_, '_>) {
+            float::<_, 4, 4, 2>(stripes, task);
         }
         // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { with_avx512(*self, task) }
@@ -117,6 +128,32 @@ impl Stripes for Avx512 {
     fn tree4(self, acc: [Self::Acc; 4]) -> [f32; 4] {
         // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { tree4(acc) }
+    }
+}
+
+impl Widen for Avx512 {
+    #[inline(always)]
+    fn bf16(self, bytes: &[u8; 32]) -> __m512 {
+        // SAFETY: `self` exists only after `detect` saw every feature; the load is the 32 bytes.
+        unsafe {
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(bytes.as_ptr().cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+        }
+    }
+
+    #[inline(always)]
+    fn f16(self, bytes: &[u8; 32]) -> __m512 {
+        // SAFETY: `self` exists only after `detect` saw every feature; the load is the 32 bytes.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(bytes.as_ptr().cast())) }
+    }
+
+    #[inline(always)]
+    fn e4m3(self, bytes: &[u8; 16]) -> __m512 {
+        // SAFETY: `self` exists only after `detect` saw every feature; the load is the 16 bytes.
+        unsafe {
+            let halves = e4m3_halves(_mm_loadu_si128(bytes.as_ptr().cast()));
+            _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256.0))
+        }
     }
 }
 

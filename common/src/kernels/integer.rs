@@ -371,6 +371,7 @@ impl<const R: usize> TileRows<R> {
 /// hence the calls written out here and below. Closures (`map` and the like) would be compiled without the
 /// instruction set.
 #[inline(always)]
+#[expect(clippy::needless_range_loop, reason = "several arrays are walked together")]
 fn tile<E: Engine, W: Source, const GROUPED: bool, const R: usize, const C: usize>(
     e: E,
     w: &[W; R],

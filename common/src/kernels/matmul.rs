@@ -11,9 +11,10 @@ use super::KernelError;
 use super::activations::{Activations, QuantRows};
 use super::arrange::Arranged;
 use super::code::Code;
+use super::float::FloatTask;
 use super::integer::IntTask;
-use super::ops::{FloatOp, FloatRow, Ops};
-use crate::quant::{Format, MatrixRef};
+use super::ops::Ops;
+use crate::quant::MatrixRef;
 
 /// Multiply-adds below which a task is not worth its dispatch (about 10 µs on one core).
 const TASK_MACS: usize = 1 << 17;
@@ -115,29 +116,6 @@ fn compute(
 ) {
     match x {
         Input::Quant(x) => ops.integer(IntTask { w, rows, x, x_rows, outs }),
-        Input::Float(x) => {
-            let mut scratch = Vec::new();
-            let mut dots = vec![0.0; x_rows.len()];
-            for (i, row) in rows.enumerate() {
-                let row = float_row(w, row);
-                let scratch = &mut scratch;
-                ops.float(FloatOp::Row { row, cols: w.cols, x, x_rows, scratch, out: &mut dots });
-                for (out, dot) in outs.iter_mut().zip(&dots) {
-                    out[i] = *dot;
-                }
-            }
-        }
-    }
-}
-
-/// Row `row` of a float matrix.
-fn float_row(w: MatrixRef<'_>, row: usize) -> FloatRow<'_> {
-    let bytes = w.row_weights(row);
-    match w.format {
-        Format::F32 => FloatRow::F32(bytes),
-        Format::F16 => FloatRow::F16(bytes),
-        Format::Bf16 => FloatRow::Bf16(bytes),
-        Format::Fp8Block => FloatRow::Fp8(bytes, w.row_scales(row)),
-        _ => unreachable!("integer formats take int8 activations"),
+        Input::Float(x) => ops.float_matrix(FloatTask { w, rows, x, x_rows, outs }),
     }
 }

@@ -43,6 +43,7 @@ mod avx2;
 mod avx512;
 mod code;
 mod engine;
+mod float;
 mod integer;
 mod matmul;
 mod ops;

@@ -4,6 +4,7 @@
 //! without that feature `mul_add` is a call into libm, exact but slow).
 
 use super::engine::Engine;
+use super::float::{FloatTask, float};
 use super::integer::{IntTask, integer};
 use super::ops::{FloatOp, Ops};
 use crate::math::{LANES, PlainStripes, tree16};
@@ -15,6 +16,10 @@ pub(super) struct Portable;
 impl Ops for Portable {
     fn integer(&self, task: IntTask<'_, '_>) {
         integer::<_, 1, 1>(*self, task);
+    }
+
+    fn float_matrix(&self, task: FloatTask<'_, '_>) {
+        float::<_, 1, 1, 1>(PlainStripes, task);
     }
 
     fn float(&self, op: FloatOp<'_>) {

@@ -170,31 +170,6 @@ pub(crate) fn dot_body<S: Stripes>(stripes: S, a: &[f32], b: &[f32]) -> f32 {
     stripes.tree(acc)
 }
 
-/// Dot products of `w` with four rows of its length, side by side to hide the latency of the additions;
-/// each is the same as [`dot_body`] alone.
-#[inline(always)]
-pub(crate) fn four_dots_body<S: Stripes>(stripes: S, w: &[f32], rows: [&[f32]; 4]) -> [f32; 4] {
-    let (w_chunks, w_tail) = w.as_chunks::<LANES>();
-    let [a, b, c, d] = rows.map(|row| {
-        assert_eq!(w.len(), row.len(), "a dot product takes rows of one length");
-        row.as_chunks::<LANES>()
-    });
-    let mut acc = [stripes.zero(); 4];
-    for ((((w, a), b), c), d) in w_chunks.iter().zip(a.0).zip(b.0).zip(c.0).zip(d.0) {
-        acc[0] = stripes.fma(w, a, acc[0]);
-        acc[1] = stripes.fma(w, b, acc[1]);
-        acc[2] = stripes.fma(w, c, acc[2]);
-        acc[3] = stripes.fma(w, d, acc[3]);
-    }
-    if !w_tail.is_empty() {
-        let w = load_lanes(w_tail);
-        for (acc, tail) in acc.iter_mut().zip([a.1, b.1, c.1, d.1]) {
-            *acc = stripes.fma(&w, &load_lanes(tail), *acc);
-        }
-    }
-    [stripes.tree(acc[0]), stripes.tree(acc[1]), stripes.tree(acc[2]), stripes.tree(acc[3])]
-}
-
 /// Sum of a row: `fma(x, 1, acc)` is an addition.
 #[inline(always)]
 pub(super) fn sum_body<S: Stripes>(stripes: S, x: &[f32]) -> f32 {
