@@ -1,11 +1,12 @@
 //! Reading tensors into memory, checking what cannot be checked from headers.
 
+use std::sync::mpsc::{Receiver, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::error::{ContainerError, Problem};
 use super::file::Shard;
 use super::resolve::{MatrixPlace, Span, VectorPlace};
-use crate::io::{Class, IoEngine, IoOptions, ReadError, Segment};
+use crate::io::{Class, Done, IoEngine, IoOptions, Read, ReadError, Segment};
 use crate::mem::AlignedBuf;
 use crate::quant::{Format, Matrix};
 
@@ -84,16 +85,20 @@ pub(super) fn matrix(
     place: &MatrixPlace,
 ) -> Result<Matrix, ContainerError> {
     let spec = place.spec;
-    let weights = payload(shards, loader, &place.weights)?;
+    let weights = begin(shards, loader, &place.weights)?;
+    let mut scales = vec![0f32; spec.format.scale_count(spec.rows, spec.cols)];
+    if let Some(span) = &place.scales {
+        // While the weights come.
+        read(shards, span, bytemuck::cast_slice_mut(&mut scales))?;
+    }
+    let weights = weights.finish(shards, &place.weights)?;
     if let Some(what) = weight_flaw(spec.format, &weights) {
         return Err(damaged(shards, &place.weights, name, what));
     }
-    let mut scales = vec![0f32; spec.format.scale_count(spec.rows, spec.cols)];
-    if let Some(span) = &place.scales {
-        read(shards, span, bytemuck::cast_slice_mut(&mut scales))?;
-        if let Some(what) = scale_flaw(&scales) {
-            return Err(damaged(shards, span, &format!("scales of {name}"), what));
-        }
+    if let Some(span) = &place.scales
+        && let Some(what) = scale_flaw(&scales)
+    {
+        return Err(damaged(shards, span, &format!("scales of {name}"), what));
     }
     Ok(Matrix { format: spec.format, rows: spec.rows, cols: spec.cols, weights, scales })
 }
@@ -105,7 +110,7 @@ pub(super) fn vector(
     name: &str,
     place: &VectorPlace,
 ) -> Result<Vec<f32>, ContainerError> {
-    let bytes = payload(shards, loader, &place.span)?;
+    let bytes = begin(shards, loader, &place.span)?.finish(shards, &place.span)?;
     let values = floats(place.format, &bytes);
     match values.iter().position(|v| !v.is_finite()) {
         None => Ok(values),
@@ -127,8 +132,14 @@ fn floats(format: Format, bytes: &[u8]) -> Vec<f32> {
     }
 }
 
-/// Reads a whole span into page-aligned memory.
-fn payload(shards: &[Shard], loader: &Loader, span: &Span) -> Result<AlignedBuf, ContainerError> {
+/// A payload that has been read or is on its way.
+enum Payload {
+    Here(AlignedBuf),
+    Coming(Receiver<(AlignedBuf, Result<(), ReadError>)>),
+}
+
+/// Begins to read a whole span into page-aligned memory; short ones are read at once.
+fn begin(shards: &[Shard], loader: &Loader, span: &Span) -> Result<Payload, ContainerError> {
     let too_large =
         |_| std::io::Error::new(std::io::ErrorKind::OutOfMemory, "it is larger than the address space");
     let mut buf = usize::try_from(span.bytes)
@@ -137,17 +148,32 @@ fn payload(shards: &[Shard], loader: &Loader, span: &Span) -> Result<AlignedBuf,
         .map_err(|source| io_error(shards, span, source))?;
     if span.bytes < ENGINE_BYTES {
         read(shards, span, &mut buf)?;
-        return Ok(buf);
+        return Ok(Payload::Here(buf));
     }
     let file = Arc::clone(find(shards, span)?.file());
-    let segment = Segment { file, offset: span.offset, len: buf.len(), at: 0 };
-    let (buf, result) = loader.engine().read(buf, vec![segment], Class::Demand);
-    match (buf, result) {
-        (Some(buf), Ok(())) => Ok(buf),
-        (_, Err(ReadError::Failed { path, source, .. })) => Err(ContainerError::Io { path, source }),
-        (_, result) => {
-            let why = result.err().unwrap_or(ReadError::Stopped);
-            Err(io_error(shards, span, std::io::Error::other(why)))
+    let segments = vec![Segment { file, offset: span.offset, len: buf.len(), at: 0 }];
+    let (sender, receiver) = sync_channel(1);
+    let done: Done<AlignedBuf> = Box::new(move |buf, result| {
+        // Nobody listens when reading the scales failed.
+        let _ = sender.send((buf, result));
+    });
+    loader.engine().submit(Read { buf, segments, class: Class::Demand, done });
+    Ok(Payload::Coming(receiver))
+}
+
+impl Payload {
+    fn finish(self, shards: &[Shard], span: &Span) -> Result<AlignedBuf, ContainerError> {
+        let receiver = match self {
+            Self::Here(buf) => return Ok(buf),
+            Self::Coming(receiver) => receiver,
+        };
+        match receiver.recv() {
+            Ok((buf, Ok(()))) => Ok(buf),
+            Ok((_, Err(ReadError::Failed { path, source, .. }))) => Err(ContainerError::Io { path, source }),
+            other => {
+                let why = other.ok().and_then(|(_, result)| result.err()).unwrap_or(ReadError::Stopped);
+                Err(io_error(shards, span, std::io::Error::other(why)))
+            }
         }
     }
 }

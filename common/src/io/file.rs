@@ -15,7 +15,7 @@ use std::sync::{Arc, OnceLock};
 use super::Caching;
 use super::os::{self, BLOCK_BYTES};
 use super::resident;
-use crate::mem::AlignedBuf;
+use crate::mem::{AlignedBuf, HUGE_PAGE_BYTES};
 
 /// Largest piece of a synchronous direct read that has to be copied into place: half of a level-2 cache.
 const MAX_BOUNCE_BYTES: usize = (512 << 10) + 2 * BLOCK_BYTES;
@@ -190,6 +190,11 @@ impl Bounce {
     pub(super) fn of(piece_bytes: usize) -> Self {
         // One block more at either end.
         Self { buf: None, bytes: piece_bytes.next_multiple_of(BLOCK_BYTES) + 2 * BLOCK_BYTES }
+    }
+
+    /// Memory it takes when used.
+    pub(super) fn allocated_bytes(&self) -> usize {
+        if self.bytes > MAX_BOUNCE_BYTES { self.bytes.next_multiple_of(HUGE_PAGE_BYTES) } else { self.bytes }
     }
 
     /// Device drivers take a limited number of memory ranges per request: a megabyte of scattered 4 KiB

@@ -50,6 +50,7 @@ pub use op::Ticket;
 pub use os::forget;
 pub use stats::{ClassStats, DiskStats, IoStats};
 
+use self::file::Bounce;
 use self::op::Op;
 use self::queue::Shared;
 
@@ -116,6 +117,14 @@ impl Default for IoOptions {
             retries: 3,
             retry_pause: Duration::from_millis(10),
         }
+    }
+}
+
+impl IoOptions {
+    /// Most memory an engine takes per disk for reads that cannot go straight to their place.
+    pub fn buffer_bytes(&self) -> usize {
+        // What is on its way, and what waits for being copied.
+        self.depth.saturating_mul(2).saturating_mul(Bounce::of(self.piece_bytes).allocated_bytes())
     }
 }
 

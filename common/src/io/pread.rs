@@ -31,7 +31,7 @@ pub(super) fn start(shared: &Arc<Shared>, disk: usize, wake: &Arc<Wake>) -> usiz
 /// Reads everything queued for a disk on the calling thread.
 pub(super) fn drain(shared: &Shared, disk: usize) {
     let mut bounce = Bounce::of(shared.options().piece_bytes);
-    while let Some(task) = shared.try_next(disk) {
+    while let Some(task) = shared.try_next(disk, 0) {
         run(shared, task, &mut bounce);
     }
 }

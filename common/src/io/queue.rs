@@ -14,8 +14,8 @@ use super::piece::{self, Piece};
 use super::stats::{Busy, Rate};
 use super::{Class, ClassStats, DiskStats, IoOptions, IoStats, ReadError, Segment, pread};
 
-/// Threads for what must not hold up a disk: repeated reads, and callbacks of io_uring.
-const HELPERS: usize = 2;
+/// Most threads for what must not hold up a disk: repeated reads, and with io_uring copies and callbacks.
+const MAX_HELPERS: usize = 4;
 
 /// Added to the expected wait of a copy that failed.
 const FAILED_PENALTY_S: f64 = 1e6;
@@ -121,7 +121,8 @@ impl Shared {
             rescued: AtomicU64::new(0),
         });
         let errands = Arc::new(Mutex::new(errands));
-        for i in 0..HELPERS {
+        let cores = std::thread::available_parallelism().map_or(2, |cores| cores.get());
+        for i in 0..cores.clamp(2, MAX_HELPERS) {
             let errands = Arc::clone(&errands);
             shared.spawn(format!("io-help-{i}"), move || run_errands(&errands));
         }
@@ -227,16 +228,17 @@ impl Shared {
         disk.threads > 0
     }
 
-    /// The next piece of a disk, if one may begin now.
-    pub(super) fn try_next(&self, disk: usize) -> Option<Task> {
-        self.lock().take(disk, &self.options)
+    /// The next piece of a disk, if one may begin now. `aside` of those that count as running no longer
+    /// keep the disk busy.
+    pub(super) fn try_next(&self, disk: usize, aside: usize) -> Option<Task> {
+        self.lock().take(disk, aside, &self.options)
     }
 
     /// Waits for the next piece of a disk; `None` when the engine stops.
     pub(super) fn next(&self, disk: usize, wake: &Wake) -> Option<Task> {
         let mut state = self.lock();
         loop {
-            if let Some(task) = state.take(disk, &self.options) {
+            if let Some(task) = state.take(disk, 0, &self.options) {
                 return Some(task);
             }
             if state.stopping {
@@ -461,9 +463,9 @@ impl State {
     }
 
     /// Takes the next piece of a disk that may begin.
-    fn take(&mut self, number: usize, options: &IoOptions) -> Option<Task> {
+    fn take(&mut self, number: usize, aside: usize, options: &IoOptions) -> Option<Task> {
         let disk = self.disks.get_mut(number)?;
-        let running = disk.busy.running();
+        let running = disk.busy.running().saturating_sub(aside);
         let class = if !disk.queues[Class::Demand as usize].is_empty() {
             (running < options.depth).then_some(Class::Demand)?
         } else {

@@ -366,6 +366,23 @@ fn truncated_files_are_told_from_failing_disks() {
 }
 
 #[test]
+fn only_the_automatic_choice_takes_bytes_from_the_page_cache() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("shard");
+    std::fs::write(&path, pattern(50_000)).unwrap();
+    for options in modes() {
+        let engine = IoEngine::start(options);
+        let file = Arc::new(SharedFile::new(&path, true));
+        let (_t, receiver) = submit(&engine, &file, 100, 49_000, Class::Demand);
+        assert_eq!(outcome(&receiver).0, pattern(50_000)[100..49_100]);
+        let ClassStats { cached_bytes, disk_bytes, .. } = engine.stats().demand;
+        assert_eq!(cached_bytes + disk_bytes, 49_000, "{options:?}");
+        assert!(cached_bytes == 0 || options.caching == Caching::Auto, "{options:?}");
+        assert!(engine.stats().disks[0].bytes == disk_bytes);
+    }
+}
+
+#[test]
 fn a_file_is_found_at_its_second_place() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("shard");

@@ -8,6 +8,7 @@
 use std::fs::File;
 use std::io::{Error, ErrorKind};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use io_uring::{IoUring, Probe, opcode, types};
@@ -74,6 +75,8 @@ struct Driver {
     flights: Vec<Option<Flight>>,
     free: Vec<usize>,
     bounces: Bounces,
+    /// Pieces that the disk has delivered and a helper still has to deal with.
+    aside: Arc<AtomicUsize>,
     event: Arc<OwnedFd>,
     /// What the read of the event fills.
     counter: Box<[u8; 8]>,
@@ -100,6 +103,7 @@ impl Driver {
             flights: (0..depth).map(|_| None).collect(),
             free: (0..depth).collect(),
             bounces: Bounces::default(),
+            aside: Arc::default(),
             event,
             counter: Box::default(),
             listening: false,
@@ -110,8 +114,10 @@ impl Driver {
     fn run(mut self) {
         loop {
             self.listen();
+            // The disk is kept busy while helpers copy, but not arbitrarily far ahead of them.
+            let aside = self.aside.load(Ordering::Relaxed).min(self.flights.len());
             while !self.free.is_empty()
-                && let Some(task) = self.shared.try_next(self.disk)
+                && let Some(task) = self.shared.try_next(self.disk, aside)
             {
                 self.begin(task);
             }
@@ -253,7 +259,8 @@ impl Driver {
     fn complete(&self, mut flight: Flight) {
         let shared = Arc::clone(&self.shared);
         if let Some(buf) = flight.bounce.take() {
-            let bounces = Arc::clone(&self.bounces);
+            let (bounces, aside) = (Arc::clone(&self.bounces), Arc::clone(&self.aside));
+            aside.fetch_add(1, Ordering::Relaxed);
             return self.shared.errand(Box::new(move || {
                 let Flight { task, skip, .. } = flight;
                 let piece = &task.piece;
@@ -261,6 +268,7 @@ impl Driver {
                 let target = unsafe { task.op.target.part(piece.at, piece.len) };
                 target.copy_from_slice(&buf[skip..skip + piece.len]);
                 bounces.lock().unwrap_or_else(PoisonError::into_inner).push(buf);
+                aside.fetch_sub(1, Ordering::Relaxed);
                 let ended = shared.finish(&task, Ok(Served::Disk));
                 drop(task);
                 if let Some(ended) = ended {

@@ -22,7 +22,7 @@ pub struct AlignedBuf {
 const HUGE_PAGE_THRESHOLD_BYTES: usize = 4 << 20;
 
 /// The usual size of a huge page.
-const HUGE_PAGE_BYTES: usize = 2 << 20;
+pub(crate) const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 impl AlignedBuf {
     /// Allocates `len` zero bytes.
