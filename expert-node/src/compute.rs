@@ -7,7 +7,8 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-use shimmer_common::experts::{ExpertCompute as _, ExpertError, ExpertSource, LocalStore};
+use shimmer_common::experts::usage::UsageKeeper;
+use shimmer_common::experts::{ExpertCompute as _, ExpertError, ExpertSource, LocalStore, StoreOptions};
 use shimmer_common::kernels::Kernels;
 use shimmer_common::profile::NumericProfile;
 use shimmer_proto::v1;
@@ -64,8 +65,9 @@ pub(crate) struct Compute {
 }
 
 impl Compute {
-    /// Starts the thread over `source`, keeping at most `ram_bytes` of records resident. `alive` is
-    /// dropped when the thread has let go of the source.
+    /// Starts the thread over `source`, keeping at most `ram_bytes` of records resident: those that
+    /// `usage` says are needed most. `alive` is dropped when the thread has saved the usage and let go of
+    /// the source.
     ///
     /// # Errors
     /// [`NodeError::Experts`] when the budget holds no record, [`NodeError::Machine`].
@@ -75,9 +77,12 @@ impl Compute {
         profile: NumericProfile,
         ram_bytes: usize,
         threads: usize,
+        usage: UsageKeeper,
         alive: mpsc::Sender<()>,
     ) -> Result<Self, NodeError> {
-        let store = LocalStore::new(source, kernels, profile, ram_bytes)?;
+        let options = StoreOptions { policy: usage.policy(true), ..StoreOptions::new(ram_bytes) };
+        let store = Arc::new(LocalStore::open(source, kernels, profile, options)?);
+        usage.pin(&store, ram_bytes as u64);
         let (jobs, queue) = mpsc::channel::<Job>();
         let (started, ready) = mpsc::channel();
         std::thread::Builder::new()
@@ -92,7 +97,7 @@ impl Compute {
                 while let Ok(job) = queue.recv() {
                     pool.install(|| work(&store, job));
                 }
-                drop(store);
+                drop((usage, store));
                 drop(alive);
             })
             .map_err(|e| NodeError::Machine {

@@ -60,7 +60,7 @@ async fn serve(config: NodeConfig, listener: TcpListener, alive: mpsc::Sender<()
     let port = listener.local_addr().map_err(listen_error)?.port();
     let listener = tokio::net::TcpListener::from_std(listener).map_err(listen_error)?;
     config.settings.kernels()?;
-    let shared = Arc::new(Shared::new(config.settings.clone(), alive));
+    let shared = Arc::new(Shared::new(config.settings.clone(), &config.data_dir, alive));
     let shard = Shard::open(&config, &shared)?;
     let server = server(&credentials, &config.data_dir)?
         .add_service(

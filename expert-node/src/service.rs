@@ -1,5 +1,6 @@
 //! The `Experts` service: the one stream over which a coordinator uses this node.
 
+use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -7,6 +8,7 @@ use std::time::Instant;
 
 use shimmer_common::container::Fingerprint;
 use shimmer_common::experts::ExpertSource;
+use shimmer_common::experts::usage::{UsageKeeper, file};
 use shimmer_common::profile::NumericProfile;
 use shimmer_proto::v1;
 use shimmer_proto::v1::experts_server::Experts;
@@ -53,6 +55,8 @@ impl Serving {
 /// State shared by the service and the registration task.
 pub(crate) struct Shared {
     pub(crate) settings: Settings,
+    /// Where the usage of this node's experts is kept.
+    usage_path: PathBuf,
     /// The records and their model, once there are any.
     pub(crate) records: OnceLock<(Arc<dyn ExpertSource>, Fingerprint)>,
     /// Set by the first coordinator that has the same model: it also fixes the numeric profile.
@@ -64,9 +68,10 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    pub(crate) fn new(settings: Settings, alive: std::sync::mpsc::Sender<()>) -> Self {
+    pub(crate) fn new(settings: Settings, data_dir: &Path, alive: std::sync::mpsc::Sender<()>) -> Self {
         Self {
             settings,
+            usage_path: data_dir.join(file::FILE_NAME),
             records: OnceLock::new(),
             serving: OnceLock::new(),
             held_changed: watch::Sender::new(0),
@@ -79,14 +84,16 @@ impl Shared {
         if let Some(serving) = self.serving.get() {
             return Ok(Some(serving));
         }
-        let (Some((source, _)), Some(profile)) = (self.records.get(), profile) else { return Ok(None) };
+        let (Some((source, model)), Some(profile)) = (self.records.get(), profile) else { return Ok(None) };
         let settings = &self.settings;
         let kernels = settings.kernels()?;
         let ram_bytes = settings.ram_bytes.unwrap_or_else(crate::machine::spare_ram_bytes);
         let threads =
             settings.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
         let ram = usize::try_from(ram_bytes).unwrap_or(usize::MAX);
-        let compute = Compute::start(source.clone(), kernels, profile, ram, threads, self.alive.clone())?;
+        let usage = UsageKeeper::open(Some(self.usage_path.clone()), *model, source.layout(), || None);
+        let compute =
+            Compute::start(source.clone(), kernels, profile, ram, threads, usage, self.alive.clone())?;
         Ok(Some(self.serving.get_or_init(|| Serving {
             profile,
             source: source.clone(),

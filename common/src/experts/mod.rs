@@ -9,9 +9,10 @@ pub mod pack;
 mod store;
 #[cfg(test)]
 mod testing;
+pub mod usage;
 
 pub use layout::{ExpertLayout, ExpertMatrix, ExpertSpec, MatrixSpec, RecordPart};
-pub use store::{AgedFrequency, EvictionPolicy, LocalStore, StoreOptions, StoreStats};
+pub use store::{EvictionPolicy, LearnedFrequency, LocalStore, SharedUsage, StoreOptions, StoreStats};
 
 use serde::{Deserialize, Serialize};
 

@@ -36,6 +36,7 @@ mod score;
 mod serve;
 mod synth;
 mod tensor_file;
+mod usage;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -105,6 +106,9 @@ enum Command {
     Plan(Box<plan::PlanArgs>),
     /// Read-only checks of machine, model and cluster
     Doctor(Box<doctor::DoctorArgs>),
+    /// Learned expert usage: show, reset, copy; cache policies replayed on routing traces
+    #[command(subcommand)]
+    Usage(usage::UsageCommand),
     /// The cluster: certificates, invitations, nodes
     #[command(subcommand)]
     Cluster(cluster::ClusterCommand),
@@ -157,6 +161,7 @@ fn dispatch(command: Command, clap: &clap::Command, argv: &[OsString]) -> Result
         Command::Plan(args) => plan::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Cluster(command) => cluster::run(&command),
+        Command::Usage(command) => usage::run(&command),
         Command::Node(_) => Ok(()),
         Command::Completions(args) => completions::run(&args, clap),
         Command::Config(config_show::ConfigCommand::Show(args)) => config_show::run(&args, clap, argv),

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
+use shimmer_common::experts::usage::simulate::PolicyKind;
 use shimmer_common::io::{Caching, IoMode, IoOptions};
 use shimmer_common::kernels::{Isa, Kernels};
 
@@ -99,6 +100,30 @@ impl FromStr for DraftArg {
     }
 }
 
+/// `--usage auto|off|FILE`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum UsageArg {
+    /// Beside the model where files can be made there, else in the user's cache directory.
+    #[default]
+    Auto,
+    /// Nothing is read or kept.
+    Off,
+    /// This file.
+    File(PathBuf),
+}
+
+impl FromStr for UsageArg {
+    type Err = std::convert::Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Ok(match text {
+            "auto" => Self::Auto,
+            "off" => Self::Off,
+            file => Self::File(file.into()),
+        })
+    }
+}
+
 /// Flags that say which model runs, on what, within which limits.
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Model")]
@@ -166,6 +191,18 @@ pub struct LimitArgs {
     /// Cluster state directory made by `shimmer cluster init`
     #[arg(long, value_name = "DIR")]
     pub cluster: Option<PathBuf>,
+
+    /// Where learned expert usage is kept: auto (beside the model, else in the cache directory), off, or a file
+    #[arg(long, value_name = "WHERE", default_value = "auto", hide_short_help = true)]
+    pub usage: UsageArg,
+
+    /// Another eviction policy than the learned one, for measurements; names as in `shimmer usage simulate`
+    #[arg(long, value_name = "NAME", hide = true)]
+    pub policy: Option<PolicyKind>,
+
+    /// Record which experts every row is routed to, for `shimmer usage simulate`
+    #[arg(long, value_name = "FILE", hide = true)]
+    pub trace_routes: Option<PathBuf>,
 
     /// Nodes to use besides those that register, host:port,…
     #[arg(long, value_name = "ADDR", value_delimiter = ',', value_parser = parse_host_port)]

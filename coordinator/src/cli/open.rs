@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use shimmer_common::container::Container;
 use shimmer_common::experts::pack::Pack;
-use shimmer_common::experts::{ExpertCompute, ExpertId, ExpertSource, LocalStore, StoreOptions};
+use shimmer_common::experts::{ExpertCompute, ExpertId, ExpertSource, LocalStore, StoreOptions, StoreStats};
 use shimmer_common::machine;
 use shimmer_common::profile::NumericProfile;
 
@@ -16,6 +16,7 @@ use super::error::CliError;
 use super::memory::{self, MemoryPlan, Needs};
 use super::model_args::{ExpertsChoice, LimitArgs, ModelArgs};
 use super::output;
+use super::usage::Learning;
 use crate::cluster::{ClusterExperts, ClusterModel, ClusterOptions, ClusterState};
 use crate::decode::{Engine, EngineHandle};
 use crate::model::{self, LanguageModel};
@@ -45,6 +46,8 @@ pub struct Loaded<T = Arc<TextModel>> {
     pub local: Option<Arc<LocalStore>>,
     /// The cluster, if there is one.
     pub cluster: Option<Arc<ClusterExperts>>,
+    /// What is learned of the experts' usage; saved when dropped.
+    _learning: Learning,
     /// Where the RAM goes.
     pub memory: MemoryPlan,
     /// Seconds from the first header to the last weight.
@@ -81,6 +84,7 @@ impl<T> Loaded<T> {
                 .collect(),
             local,
             fallback,
+            store: self.local.as_ref().map(|store| store.stats()),
         }
     }
 }
@@ -94,6 +98,9 @@ pub struct Served {
     pub local: u64,
     /// On this machine because a node was late or lost.
     pub fallback: u64,
+    /// Counters of this machine's store since the start; `hits / (hits + misses)` is its hit rate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub store: Option<StoreStats>,
 }
 
 /// One node's share.
@@ -121,6 +128,7 @@ impl Served {
                 .collect(),
             local: self.local.saturating_sub(earlier.local),
             fallback: self.fallback.saturating_sub(earlier.fallback),
+            store: self.store,
         }
     }
 }
@@ -262,12 +270,19 @@ pub fn load_parts<T>(
     let needs = Needs::of(&container, source.layout());
     let memory = memory::divide(limits, &needs)?;
     check_small(&*source)?;
+    let learning = Learning::open(&container, source.layout(), limits)?;
     let local = match limits.experts {
         ExpertsChoice::Cluster => None,
         _ => {
-            let options =
-                StoreOptions { io: limits.io_options(), ..StoreOptions::new(memory.expert_bytes as usize) };
-            Some(Arc::new(LocalStore::open(source.clone(), kernels, profile, options)?))
+            let ram_bytes = memory.expert_bytes as usize;
+            let options = StoreOptions {
+                policy: learning.policy(source.layout(), memory.expert_bytes)?,
+                io: limits.io_options(),
+                ..StoreOptions::new(ram_bytes)
+            };
+            let store = Arc::new(LocalStore::open(source.clone(), kernels, profile, options)?);
+            learning.pin(&store, memory.expert_bytes);
+            Some(store)
         }
     };
     let cluster = match cluster {
@@ -287,6 +302,7 @@ pub fn load_parts<T>(
         (None, Some(local)) => local.clone(),
         (None, None) => return Err(CliError::Usage("--experts cluster needs --cluster DIR".into())),
     };
+    let experts = learning.observe(experts);
     let bar = output::bytes_bar("loading", container.dense_bytes());
     let model =
         pool.install(|| model::load(&container, kernels, experts, &mut |done, _| bar.set_position(done)))?;
@@ -301,7 +317,18 @@ pub fn load_parts<T>(
         pool.current_num_threads(),
         super::isa_name(kernels.isa()),
     ));
-    Ok(Loaded { container, model, text, pool, local, cluster, memory, load_s, isa: kernels.isa() })
+    Ok(Loaded {
+        container,
+        model,
+        text,
+        pool,
+        local,
+        cluster,
+        _learning: learning,
+        memory,
+        load_s,
+        isa: kernels.isa(),
+    })
 }
 
 /// Waits for listed nodes, then briefly for the other members, and says which nodes compute.

@@ -160,6 +160,11 @@ impl Cache {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Tells the policy what a step of `rows` rows of `layer` needs, and by how many rows.
+    pub(super) fn routed(&self, layer: u16, rows: usize, uses: &[(u16, usize)]) {
+        self.lock().policy.routed(layer, rows, uses);
+    }
+
     /// A number for a new call. `experts` of `layer` are what it will ask for: guesses for the layer end.
     pub(super) fn begin(&self, layer: u16, experts: &[u16]) -> u64 {
         let mut table = self.lock();

@@ -39,6 +39,8 @@ impl<'a> Call<'a> {
         work: &'a [ExpertWork],
     ) -> Result<Self, ExpertError> {
         let job = Job::new(core.source.as_ref(), core.kernels, core.profile, layer, x, work)?;
+        let uses: Vec<_> = work.iter().map(|work| (work.expert, work.rows.len())).collect();
+        core.cache.routed(layer, x.rows(), &uses);
         let (sender, arrivals) = channel();
         let pending = (0..job.items.len()).collect();
         let experts: Vec<u16> = job.items.iter().map(|item| item.id.index).collect();

@@ -31,7 +31,7 @@ mod policy;
 mod room;
 mod stats;
 
-pub use policy::{AgedFrequency, EvictionPolicy};
+pub use policy::{EvictionPolicy, LearnedFrequency, SharedUsage};
 pub use stats::StoreStats;
 
 use std::sync::Arc;
@@ -66,7 +66,7 @@ pub struct StoreOptions {
 impl StoreOptions {
     /// The default policy within `ram_bytes`.
     pub fn new(ram_bytes: usize) -> Self {
-        Self { ram_bytes, policy: Box::new(AgedFrequency::default()), io: IoOptions::default() }
+        Self { ram_bytes, policy: Box::new(LearnedFrequency::default()), io: IoOptions::default() }
     }
 }
 

@@ -10,7 +10,7 @@ use shimmer_common::io;
 use super::disk::Reads;
 use super::rates;
 use crate::cli::error::CliError;
-use crate::cli::model_args::ModelArgs;
+use crate::cli::model_args::{ModelArgs, UsageArg};
 use crate::cli::open::{self, Loaded};
 use crate::decode::DraftPolicy;
 use crate::text::TextModel;
@@ -25,6 +25,10 @@ pub type Subject = Loaded<Option<Arc<TextModel>>>;
 pub fn load(args: &ModelArgs, tokens: usize) -> Result<Subject, CliError> {
     let mut args = args.clone();
     args.limits.context = Some(args.limits.context.unwrap_or(tokens).max(tokens));
+    // A measurement neither depends on earlier ones nor teaches later sessions.
+    if args.limits.usage == UsageArg::Auto {
+        args.limits.usage = UsageArg::Off;
+    }
     open::load_with(&args, |container| {
         let limit = container.config().max_position_embeddings();
         if tokens > limit {

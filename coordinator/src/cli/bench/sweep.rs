@@ -62,7 +62,7 @@ const SETTINGS: [(&str, &[&str]); 6] = [
     ("io-cache", &["direct", "buffered"]),
     ("io-depth", &["1", "4", "16", "32"]),
     ("lookahead", &["0", "1", "2", "3"]),
-    ("policy", &["lru", "lfu", "s3-fifo", "aged-frequency"]),
+    ("policy", &["lru", "lfu", "s3-fifo", "lfu-da"]),
     ("prefill-chunk", &["64", "1024"]),
 ];
 
