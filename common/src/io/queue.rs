@@ -533,3 +533,43 @@ impl State {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn reads_are_split_by_measured_speed() {
+        let copy = |disk| {
+            let reader = |_: &mut [u8], _| -> std::io::Result<usize> { Ok(0) };
+            SharedFile::custom(Path::new("shard"), disk, Arc::new(reader))
+        };
+        let file = copy(1).or(copy(2));
+        let mut state = State::default();
+        let start = Instant::now();
+        // 3 GB/s and 1 GB/s.
+        for (disk, bytes) in [(1, 300_000_000), (2, 100_000_000)] {
+            let number = state.number(DiskId::Custom(disk));
+            state.disks[number].rate.note(bytes, start, start + Duration::from_millis(100));
+        }
+        for class in [Class::Demand, Class::Prefetch] {
+            let mut reads = [0; 2];
+            for _ in 0..40 {
+                let (copy, number) = state.choose(&file, class, 20_000_000);
+                state.disks[number].queued_bytes[class as usize] += 20_000_000;
+                reads[copy] += 1;
+            }
+            assert_eq!(reads, [30, 10]);
+            // Demands do not wait for queued prefetches; prefetches wait for everything.
+            state.disks.iter_mut().for_each(|disk| disk.queued_bytes = [0; 2]);
+        }
+        state.disks[0].queued_bytes[Class::Prefetch as usize] = 1 << 40;
+        assert_eq!(state.choose(&file, Class::Demand, 1).0, 0);
+        assert_eq!(state.choose(&file, Class::Prefetch, 1).0, 1);
+        file.copies()[0].mark_failed();
+        assert_eq!(state.choose(&file, Class::Demand, 1).0, 1);
+    }
+}
