@@ -94,32 +94,40 @@ pub(crate) fn approximate_weights_body(
             *out = exp((x - largest) * inverse_temperature);
         }
         let (chunks, tail) = out.as_chunks::<LANES>();
-        let mut total = [0.0; LANES];
-        let mut below = [[0.0; LANES]; MASS_STEPS];
-        let mut count = [[0_u32; LANES]; MASS_STEPS];
-        for chunk in chunks {
-            for i in 0..LANES {
-                total[i] += chunk[i];
-            }
-            for step in 0..MASS_STEPS {
-                let threshold = Masses::threshold(step);
-                for i in 0..LANES {
-                    below[step][i] += if chunk[i] < threshold { chunk[i] } else { 0.0 };
-                    count[step][i] += u32::from(chunk[i] >= threshold);
-                }
-            }
-        }
-        let sum = |lanes: &[f32; LANES]| lanes.iter().map(|&v| f64::from(v)).sum::<f64>();
-        masses.total += sum(&total) + tail.iter().map(|&v| f64::from(v)).sum::<f64>();
+        masses.total += sum_below(chunks, tail, f32::INFINITY).0;
         for step in 0..MASS_STEPS {
-            let threshold = Masses::threshold(step);
-            let small = tail.iter().filter(|&&v| v < threshold);
-            masses.below[step] += sum(&below[step]) + small.map(|&v| f64::from(v)).sum::<f64>();
-            masses.count[step] += count[step].iter().sum::<u32>() as usize;
-            masses.count[step] += tail.iter().filter(|&&v| v >= threshold).count();
+            let (sum, count) = sum_below(chunks, tail, Masses::threshold(step));
+            masses.below[step] += sum;
+            masses.count[step] += out.len() - count;
         }
     }
     masses
+}
+
+/// Sum and number of the values below `threshold`, of at most 64 chunks and a tail.
+#[inline(always)]
+fn sum_below(chunks: &[[f32; LANES]], tail: &[f32], threshold: f32) -> (f64, usize) {
+    let mut sums = [0.0; LANES];
+    let mut counts = [0.0; LANES];
+    for chunk in chunks {
+        for i in 0..LANES {
+            let below = chunk[i] < threshold;
+            sums[i] += if below { chunk[i] } else { 0.0 };
+            counts[i] += if below { 1.0 } else { 0.0 };
+        }
+    }
+    let (mut sum, mut count) = (0.0, 0);
+    for i in 0..LANES {
+        sum += f64::from(sums[i]);
+        count += counts[i] as usize;
+    }
+    for &value in tail {
+        if value < threshold {
+            sum += f64::from(value);
+            count += 1;
+        }
+    }
+    (sum, count)
 }
 
 #[cfg(test)]
