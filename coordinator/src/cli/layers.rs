@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use clap::builder::{BoolishValueParser, OsStr};
 use clap::parser::ValueSource;
-use clap::{ArgAction, ArgMatches, Command};
+use clap::{ArgAction, ArgMatches, Command, Id};
 
 use super::error::CliError;
 
@@ -124,6 +124,8 @@ fn without_requirements(command: Command) -> Command {
     if FOREIGN.contains(&command.get_name()) {
         return command;
     }
+    let groups: Vec<Id> = command.get_groups().map(|group| group.get_id().clone()).collect();
+    let command = groups.into_iter().fold(command, |c, id| c.mut_group(id, |group| group.required(false)));
     command.mut_args(|arg| arg.required(false)).mut_subcommands(without_requirements)
 }
 

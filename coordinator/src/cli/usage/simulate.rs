@@ -17,6 +17,7 @@ use super::super::output;
 
 /// Arguments of `shimmer usage simulate`.
 #[derive(Args, Clone, Debug)]
+#[command(group(clap::ArgGroup::new("routes").required(true).multiple(true)))]
 #[command(after_help = "Examples:
   shimmer run --model DIR --prompt '…' --trace-routes a.routes
   shimmer usage simulate --trace a.routes --trace b.routes --fraction 0.25
@@ -28,7 +29,7 @@ pinned@SHARE, fixed and fixed-per-layer (best choice with hindsight that never c
 foreknowledge). Shown is the share of experts found in memory; an access is one expert in one step.")]
 pub struct SimulateArgs {
     /// Routing trace written with --trace-routes; repeat it for several sessions in this order
-    #[arg(long, value_name = "FILE", required_unless_present = "synthetic")]
+    #[arg(long, value_name = "FILE", group = "routes")]
     trace: Vec<PathBuf>,
 
     /// Trace that goes on in the last session with another topic
@@ -36,7 +37,7 @@ pub struct SimulateArgs {
     topic: Vec<PathBuf>,
 
     /// Made-up trace zipf:SKEW,LAYERS,EXPERTS,TOPK,TOKENS,SEED[,LOCALITY]: two sessions, then a change of topic
-    #[arg(long, value_name = "SPEC", conflicts_with = "trace")]
+    #[arg(long, value_name = "SPEC", group = "routes", conflicts_with = "trace")]
     synthetic: Option<Synthetic>,
 
     /// Room for resident experts

@@ -109,7 +109,8 @@ fn a_demand_takes_the_room_of_guesses_and_guesses_never_that_of_pins() {
         assert_eq!(store.compute(&batch, &mut || {}).unwrap(), reference(&source, &batch));
         assert!(store.core.cache.allocated_bytes() <= 2 * source.layout.max_record_bytes());
     }
-    assert!(store.core.cache.is_resident(id(1, 2)));
+    // A call that holds nothing may have taken its room for a moment; a guess may not.
+    eventually("the pin", || store.core.cache.is_resident(id(1, 2)));
 }
 
 #[test]
