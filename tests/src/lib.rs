@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod cgroup;
 pub mod lab;
 pub mod process;
 pub mod tensors;
