@@ -41,6 +41,29 @@ fn memory_below(root: &Path) -> Memory {
     memory
 }
 
+/// Bytes of this process that are in RAM; `None` where the system does not say.
+pub fn resident_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+    line.trim().trim_end_matches("kB").trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+/// Share of the last ten seconds in which every task stalled for memory, in per cent: of this process's
+/// cgroup, else of the machine; `None` where the kernel does not report pressure.
+pub fn memory_stall_percent() -> Option<f64> {
+    stall_below(Path::new("/"))
+}
+
+fn stall_below(root: &Path) -> Option<f64> {
+    let membership = std::fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
+    let own = membership.lines().find_map(|line| line.strip_prefix("0::/"));
+    let own = own.map(|path| root.join("sys/fs/cgroup").join(path).join("memory.pressure"));
+    let read = |path: PathBuf| std::fs::read_to_string(path).ok();
+    let text = own.and_then(read).or_else(|| read(root.join("proc/pressure/memory")))?;
+    let full = text.lines().find_map(|line| line.strip_prefix("full "))?;
+    full.split_whitespace().find_map(|field| field.strip_prefix("avg10=")?.parse().ok())
+}
+
 /// `(limit, memory in use that cannot be reclaimed)` of this process's cgroup and its ancestors.
 fn cgroup_limits(root: &Path) -> Vec<(u64, u64)> {
     let membership = std::fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
@@ -188,6 +211,30 @@ mod tests {
         for (text, nodes) in [("0\n", 1), ("0-1\n", 2), ("0-1,4\n", 3), ("\n", 1), ("7-2,x\n", 1)] {
             write(dir.path(), "sys/devices/system/node/has_memory", text);
             assert_eq!(memory_nodes_below(dir.path()), nodes, "{text}");
+        }
+    }
+
+    #[test]
+    fn stalls_of_the_cgroup_come_before_those_of_the_machine() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(stall_below(dir.path()), None);
+        let pressure = |some: &str, full: &str| {
+            format!(
+                "some avg10={some} avg60=0.00 avg300=0.00 total=1\nfull avg10={full} avg60=0.00 avg300=0.00 total=1\n"
+            )
+        };
+        write(dir.path(), "proc/pressure/memory", &pressure("9.00", "1.50"));
+        assert_eq!(stall_below(dir.path()), Some(1.5));
+        write(dir.path(), "proc/self/cgroup", "3:memory:/x\n0::/slice/unit\n");
+        assert_eq!(stall_below(dir.path()), Some(1.5));
+        write(dir.path(), "sys/fs/cgroup/slice/unit/memory.pressure", &pressure("30.00", "12.25"));
+        assert_eq!(stall_below(dir.path()), Some(12.25));
+    }
+
+    #[test]
+    fn this_process_is_in_memory() {
+        if cfg!(target_os = "linux") {
+            assert!(resident_bytes().unwrap() > 1 << 20);
         }
     }
 

@@ -8,7 +8,9 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use shimmer_common::experts::usage::UsageKeeper;
-use shimmer_common::experts::{ExpertCompute as _, ExpertError, ExpertSource, LocalStore, StoreOptions};
+use shimmer_common::experts::{
+    ExpertCompute as _, ExpertError, ExpertSource, LocalStore, MemoryWatch, StoreOptions,
+};
 use shimmer_common::kernels::Kernels;
 use shimmer_common::profile::NumericProfile;
 use shimmer_proto::v1;
@@ -83,6 +85,7 @@ impl Compute {
         let options = StoreOptions { policy: usage.policy(true), ..StoreOptions::new(ram_bytes) };
         let store = Arc::new(LocalStore::open(source, kernels, profile, options)?);
         usage.pin(&store, ram_bytes as u64);
+        let watch = MemoryWatch::start(&store);
         let (jobs, queue) = mpsc::channel::<Job>();
         let (started, ready) = mpsc::channel();
         std::thread::Builder::new()
@@ -97,7 +100,7 @@ impl Compute {
                 while let Ok(job) = queue.recv() {
                     pool.install(|| work(&store, job));
                 }
-                drop((usage, store));
+                drop((watch, usage, store));
                 drop(alive);
             })
             .map_err(|e| NodeError::Machine {

@@ -12,7 +12,9 @@ mod testing;
 pub mod usage;
 
 pub use layout::{ExpertLayout, ExpertMatrix, ExpertSpec, MatrixSpec, RecordPart};
-pub use store::{EvictionPolicy, LearnedFrequency, LocalStore, SharedUsage, StoreOptions, StoreStats};
+pub use store::{
+    EvictionPolicy, LearnedFrequency, LocalStore, MemoryWatch, SharedUsage, StoreOptions, StoreStats,
+};
 
 use serde::{Deserialize, Serialize};
 

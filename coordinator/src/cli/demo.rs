@@ -172,7 +172,7 @@ fn limits(args: &DemoArgs, loaded: &Loaded) -> Limits {
         context_tokens: loaded.memory.context_tokens,
         stop_ids: loaded.text.stop_ids(loaded.container.config().eos_token_ids()),
         drafts: args.limits.draft.0,
-        prefill_chunk: args.limits.prefill_chunk,
+        prefill_chunk: loaded.memory.step_rows,
     }
 }
 

@@ -50,7 +50,7 @@ pub fn checks(args: &DoctorArgs, interrupt: &Interrupt) -> Result<Vec<Check>, Cl
         ),
     });
     let source = container.experts();
-    checks.push(memory_check(args, &Needs::of(&container, source.layout())));
+    checks.push(memory_check(args, &Needs::of(&container, source.layout(), &args.limits)));
     for dir in &args.model {
         if let Some(free) = free_bytes(dir) {
             checks.push(Check::ok(area, "model disk", format!("{} free in {}", Size(free), dir.display())));

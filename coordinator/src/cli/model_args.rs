@@ -144,7 +144,7 @@ pub struct ModelArgs {
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Model")]
 pub struct LimitArgs {
-    /// RAM budget in all: dense part, KV cache and experts [default: what the machine can spare]
+    /// RAM budget of the whole process; `plan` shows how it is divided [default: what the machine can spare]
     #[arg(long, value_name = "SIZE")]
     pub ram: Option<Size>,
 
@@ -180,9 +180,9 @@ pub struct LimitArgs {
     #[arg(long, value_name = "N", default_value = "auto")]
     pub draft: DraftArg,
 
-    /// Prompt rows per prefill step; any value gives the same bits
-    #[arg(long, value_name = "TOKENS", default_value = "256", value_parser = parse_positive, hide_short_help = true)]
-    pub prefill_chunk: usize,
+    /// Prompt rows per prefill step; any value gives the same bits [default: as many as pay and fit into RAM]
+    #[arg(long, value_name = "TOKENS", value_parser = parse_positive, hide_short_help = true)]
+    pub prefill_chunk: Option<usize>,
 
     /// Who computes the routed experts
     #[arg(long, value_enum, value_name = "WHERE", default_value_t)]

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 use shimmer_common::container::Container;
 use shimmer_common::experts::pack::Pack;
-use shimmer_common::experts::{ExpertCompute, ExpertId, ExpertSource, LocalStore, StoreOptions, StoreStats};
+use shimmer_common::experts::{
+    ExpertCompute, ExpertId, ExpertSource, LocalStore, MemoryWatch, StoreOptions, StoreStats,
+};
 use shimmer_common::machine;
 use shimmer_common::profile::NumericProfile;
 
@@ -44,6 +46,8 @@ pub struct Loaded<T = Arc<TextModel>> {
     pub pool: Arc<rayon::ThreadPool>,
     /// This machine's experts, if it holds any.
     pub local: Option<Arc<LocalStore>>,
+    /// Makes them give memory back when it gets short.
+    pub _watch: Option<MemoryWatch>,
     /// The cluster, if there is one.
     pub cluster: Option<Arc<ClusterExperts>>,
     /// What is learned of the experts' usage; saved when dropped.
@@ -168,7 +172,8 @@ pub fn expert_source(
     Ok(Arc::new(pack))
 }
 
-/// Experts of models up to this size are read whole before the first answer: a fraction of a second.
+/// Experts of models up to this size are read whole before the first answer, into the store where there is
+/// one: a fraction of a second.
 const CHECKED_AT_OPENING_BYTES: u64 = 256 << 20;
 
 /// Reads every expert of a small model once, which checks hashes, scales and weights, so that damage is
@@ -267,20 +272,24 @@ pub fn load_parts<T>(
     let kernels = limits.isa.kernels()?;
     let profile = NumericProfile::default();
     let pool = compute_pool(limits.threads)?;
-    let needs = Needs::of(&container, source.layout());
+    let needs = Needs::of(&container, source.layout(), limits).with_program_now();
     let memory = memory::divide(limits, &needs)?;
-    check_small(&*source)?;
     let learning = Learning::open(&container, source.layout(), limits)?;
     let local = match limits.experts {
-        ExpertsChoice::Cluster => None,
+        ExpertsChoice::Cluster => {
+            check_small(&*source)?;
+            None
+        }
         _ => {
-            let ram_bytes = memory.expert_bytes as usize;
             let options = StoreOptions {
                 policy: learning.policy(source.layout(), memory.expert_bytes)?,
                 io: limits.io_options(),
-                ..StoreOptions::new(ram_bytes)
+                ..StoreOptions::new(usize::try_from(memory.expert_bytes).unwrap_or(usize::MAX))
             };
             let store = Arc::new(LocalStore::open(source.clone(), kernels, profile, options)?);
+            if memory.all_experts_bytes <= CHECKED_AT_OPENING_BYTES {
+                store.read_all()?;
+            }
             learning.pin(&store, memory.expert_bytes);
             Some(store)
         }
@@ -317,12 +326,14 @@ pub fn load_parts<T>(
         pool.current_num_threads(),
         super::isa_name(kernels.isa()),
     ));
+    let _watch = local.as_ref().map(MemoryWatch::start);
     Ok(Loaded {
         container,
         model,
         text,
         pool,
         local,
+        _watch,
         cluster,
         _learning: learning,
         memory,

@@ -57,7 +57,7 @@ pub fn run(args: &PlanArgs) -> Result<(), CliError> {
     let container = open::container(&args.model.model)?;
     let source = open::expert_source(&container, args.model.pack.as_ref())?;
     let layout = source.layout();
-    let needs = Needs::of(&container, layout);
+    let needs = Needs::of(&container, layout, &args.model.limits).with_program_now();
     let memory = memory::divide(&args.model.limits, &needs)?;
     let routed = Routed::of(container.config(), layout);
     let speeds = Speeds {
@@ -254,13 +254,7 @@ fn table(
         text += &format!("  {name:<18} {n:>18}  {}\n", Size(n));
     }
     text += &format!("\nRAM budget {} on this machine\n", Size(memory.budget_bytes));
-    let kv = format!("KV, {} tokens", memory.context_tokens);
-    for (name, n) in [
-        ("dense part", memory.dense_bytes),
-        (kv.as_str(), memory.kv_bytes),
-        ("reserve", memory.reserve_bytes),
-        ("expert cache", memory.expert_bytes),
-    ] {
+    for (name, n) in memory.parts() {
         text += &format!("  {name:<18} {n:>18}  {}\n", Size(n));
     }
     text += &format!(
@@ -311,9 +305,14 @@ mod tests {
         let routed = Routed { experts: 10, layers: 1, visited_per_token: 2, bytes_per_token: 1000 };
         let memory = MemoryPlan {
             budget_bytes: 0,
+            program_bytes: 0,
             dense_bytes: 0,
             context_tokens: 0,
             kv_bytes: 0,
+            step_rows: 0,
+            step_bytes: 0,
+            score_rows: 0,
+            io_bytes: 0,
             reserve_bytes: 0,
             expert_bytes: 2500,
             all_experts_bytes: 5000,

@@ -116,7 +116,7 @@ pub fn limits(loaded: &Loaded, args: &ModelArgs) -> Limits {
         context_tokens: loaded.memory.context_tokens,
         stop_ids: loaded.text.stop_ids(loaded.container.config().eos_token_ids()),
         drafts: args.limits.draft.0,
-        prefill_chunk: args.limits.prefill_chunk,
+        prefill_chunk: loaded.memory.step_rows,
     }
 }
 

@@ -69,7 +69,7 @@ pub fn run(args: &ScoreArgs) -> Result<(), CliError> {
     let bar = output::count_bar("scoring", total as u64);
     let mut tensors = BTreeMap::new();
     let options = ScoreOptions {
-        prefill_chunk: model_args.limits.prefill_chunk,
+        prefill_chunk: loaded.memory.score_rows,
         drafts: match model_args.limits.draft.0 {
             DraftPolicy::Fixed(drafts) => drafts,
             DraftPolicy::Auto | DraftPolicy::Off => 0,

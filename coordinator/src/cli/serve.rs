@@ -178,7 +178,7 @@ fn config(args: &ServeArgs, loaded: &Arc<Loaded>, api_keys: ApiKeys) -> Result<G
         },
         thinking: args.think.choice(),
         drafts: args.model.limits.draft.0,
-        prefill_chunk: args.model.limits.prefill_chunk,
+        prefill_chunk: loaded.memory.step_rows,
         api_keys,
         allowed_hosts: args.allowed_hosts.clone(),
         max_body_bytes: usize::try_from(args.max_body.0).unwrap_or(usize::MAX),

@@ -17,6 +17,7 @@ pub use lookahead::{LOOKAHEAD_DEPTH, LookaheadStats, Recall};
 pub use rows::Rows;
 pub use sequence::Sequence;
 pub use trace::{Trace, TraceLevel, TraceTensor};
+pub use weights::decoded_bytes;
 
 use std::sync::Arc;
 

@@ -98,10 +98,15 @@ pub(super) enum FloatRows {
 /// (GLM-5.2: 59 MB for each of 79 layers) keep their RAM for experts.
 const DECODED_BYTES_MAX: usize = 4 << 20;
 
+/// Bytes of the decoded form of a matrix where that is the one kept.
+pub fn decoded_bytes(rows: usize, cols: usize) -> Option<usize> {
+    rows.checked_mul(cols)?.checked_mul(size_of::<f32>()).filter(|&bytes| bytes <= DECODED_BYTES_MAX)
+}
+
 impl FloatRows {
     /// Chooses the form by size; the values are the same.
     pub fn new(matrix: Matrix) -> Self {
-        if matrix.rows * matrix.cols * 4 > DECODED_BYTES_MAX {
+        if decoded_bytes(matrix.rows, matrix.cols).is_none() {
             return Self::Stored(matrix);
         }
         let mut rows = Rows::zeroed(matrix.rows, matrix.cols);

@@ -14,6 +14,8 @@
 //! | `policy` | whose record is worth least |
 //! | `guesses` | what became of guesses, and whether the next is worth a read |
 //! | `keeper` | the thread that brings pinned experts into RAM |
+//! | `check` | reading everything once |
+//! | `watch` | less RAM when the system runs short of it |
 //! | `loader` | reading and checking in the background |
 //!
 //! *Budget.* All records lie in one arena of at most `ram_bytes`; nothing is ever read anywhere else. A
@@ -23,6 +25,7 @@
 
 mod cache;
 mod call;
+mod check;
 mod guesses;
 mod job;
 mod keeper;
@@ -30,9 +33,11 @@ mod loader;
 mod policy;
 mod room;
 mod stats;
+mod watch;
 
 pub use policy::{EvictionPolicy, LearnedFrequency, SharedUsage};
 pub use stats::StoreStats;
+pub use watch::MemoryWatch;
 
 use std::sync::Arc;
 
@@ -175,6 +180,19 @@ impl LocalStore {
     /// The RAM budget now, in bytes.
     pub fn ram_limit(&self) -> usize {
         self.core.cache.limit()
+    }
+
+    /// The RAM budget the store was opened with, in bytes (at most what all records need).
+    pub fn ram_capacity(&self) -> usize {
+        self.core.cache.capacity()
+    }
+
+    /// Reads every expert once, which checks them all; what fits stays in RAM.
+    ///
+    /// # Errors
+    /// Of an expert that cannot be read.
+    pub fn read_all(&self) -> Result<(), ExpertError> {
+        check::read_all(&self.core)
     }
 
     /// The source read from.

@@ -208,3 +208,22 @@ fn everything_at_once_gives_the_same_bits() {
     });
     assert!(store.core.cache.allocated_bytes() <= 3 * largest);
 }
+
+#[test]
+fn reading_everything_finds_the_first_damage_and_keeps_what_fits() {
+    let source = source();
+    let all = store(&source, 2 * EXPERTS);
+    all.read_all().unwrap();
+    assert_eq!(all.core.cache.resident(), 2 * EXPERTS);
+    assert!(!all.wants_lookahead());
+    let before = all.stats().bytes_read;
+    all.compute(&batch(1, 9, 5), &mut || {}).unwrap();
+    assert_eq!((all.stats().misses, all.stats().bytes_read), (0, before));
+    source.broken.lock().unwrap().extend([id(2, 3), id(2, 1), id(2, 7)]);
+    for slots in [1, 4, 2 * EXPERTS] {
+        let store = store(&source, slots);
+        let error = store.read_all().unwrap_err().to_string();
+        assert!(error.contains(&id(2, 1).to_string()), "{error}");
+        assert_eq!(store.compute(&batch(1, 2, 3), &mut || {}).unwrap(), reference(&source, &batch(1, 2, 3)));
+    }
+}
