@@ -14,6 +14,7 @@ mod shape;
 mod tokenizer;
 
 use std::collections::BTreeMap;
+use std::io::Write as _;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
@@ -24,7 +25,7 @@ pub use shape::SynthShape;
 use self::files::{Content, OutputFile, Piece};
 use self::random::{PIECE_ALIGN_BYTES, Payload, SCALE_SPREAD, Stream};
 use crate::container::config::ModelConfig;
-use crate::container::write::{SafetensorsWriter, TensorHeader};
+use crate::container::write::{SafetensorsWriter, TensorHeader, header_json};
 use crate::container::{Container, ContainerError};
 use crate::disk;
 use crate::quant::Format;
@@ -58,6 +59,9 @@ pub struct SynthOptions {
     pub seed: u64,
     /// Largest shard; one expert or dense matrix is never cut.
     pub shard_bytes: u64,
+    /// Write headers only and leave the data out of files of full length (sparse where the file system can):
+    /// enough for everything that reads no weights.
+    pub headers_only: bool,
 }
 
 impl Default for SynthOptions {
@@ -75,6 +79,7 @@ impl Default for SynthOptions {
             router: RouterSkew::Uniform,
             seed: 0,
             shard_bytes: 1 << 30,
+            headers_only: false,
         }
     }
 }
@@ -155,7 +160,7 @@ pub fn synthesise(
     if to.symlink_metadata().is_ok() {
         return Err(SynthError::Occupied { path: to.to_owned() });
     }
-    check_space(to, bytes)?;
+    check_space(to, if options.headers_only { 0 } else { bytes })?;
 
     let io = |path: &Path| {
         let path = path.to_owned();
@@ -176,7 +181,7 @@ pub fn synthesise(
     }
     let mut written = 0;
     for file in &files {
-        write_file(dir, file, options.seed, &mut |more| {
+        write_file(dir, file, options, &mut |more| {
             written += more;
             progress(written, bytes)
         })?;
@@ -220,7 +225,7 @@ fn publish(temporary: &tempfile::TempDir, to: &Path) -> std::io::Result<()> {
 fn write_file(
     dir: &Path,
     file: &OutputFile,
-    seed: u64,
+    options: &SynthOptions,
     progress: &mut dyn FnMut(u64) -> ControlFlow<()>,
 ) -> Result<(), SynthError> {
     let path = dir.join(&file.name);
@@ -234,10 +239,15 @@ fn write_file(
     let stamps = serde_json::to_string(&stamps).map_err(|e| io(e.into()))?;
     let metadata = [(STAMP_KEY, stamps.as_str())];
     let metadata = if stamps == "{}" { &metadata[..0] } else { &metadata[..] };
+    if options.headers_only {
+        write_header(&path, &headers, metadata).map_err(io)?;
+        let bytes = file.pieces.iter().map(Piece::bytes).sum();
+        return if progress(bytes).is_break() { Err(SynthError::Cancelled) } else { Ok(()) };
+    }
     let mut writer = SafetensorsWriter::create(&path, &headers, metadata).map_err(io)?;
     let mut buffer = vec![0; BUFFER_BYTES];
     for piece in &file.pieces {
-        let mut source = Filler::new(piece, seed);
+        let mut source = Filler::new(piece, options.seed);
         let mut left = piece.bytes();
         while left > 0 {
             let len = buffer.len().min(usize::try_from(left).unwrap_or(usize::MAX));
@@ -250,6 +260,15 @@ fn write_file(
         }
     }
     writer.finish().map_err(io)
+}
+
+/// Writes a header and gives the file the length of all its data.
+fn write_header(path: &Path, tensors: &[TensorHeader], metadata: &[(&str, &str)]) -> std::io::Result<()> {
+    let (header, data_bytes) = header_json(tensors, metadata)?;
+    let mut file = std::fs::File::create(path)?;
+    file.write_all(&(header.len() as u64).to_le_bytes())?;
+    file.write_all(&header)?;
+    file.set_len((8 + header.len() as u64).saturating_add(data_bytes))
 }
 
 /// Makes the bytes of one tensor, front to back.

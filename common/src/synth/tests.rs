@@ -136,3 +136,17 @@ fn nothing_is_overwritten_and_nothing_is_left_behind() {
     assert!(matches!(refused, Err(SynthError::Occupied { .. })));
     assert_eq!(std::fs::read_dir(&to).unwrap().count(), 0);
 }
+
+#[test]
+fn headers_alone_are_enough_to_open() {
+    let dir = tempfile::tempdir().unwrap();
+    let (whole, headers) = (dir.path().join("whole"), dir.path().join("headers"));
+    let report = write(&whole, &tiny());
+    let same = write(&headers, &SynthOptions { headers_only: true, ..tiny() });
+    assert_eq!((report.bytes, report.files, report.token), (same.bytes, same.files, same.token));
+    for entry in std::fs::read_dir(&whole).unwrap() {
+        let path = entry.unwrap().path();
+        let other = headers.join(path.file_name().unwrap());
+        assert_eq!(other.metadata().unwrap().len(), path.metadata().unwrap().len(), "{}", path.display());
+    }
+}

@@ -68,6 +68,7 @@ impl FromStr for FormatArg {
 #[command(after_help = "Examples:
   shimmer synth --to /tmp/uniform
   shimmer synth --to /tmp/zipf --router zipf
+  shimmer synth --to /tmp/headers --preset glm-5.2-full --mtp --headers-only
   shimmer synth --to /tmp/small --preset tiny --layers 8 --experts 32 --expert-format int8 --mtp
 
 Weights are random, so the text such a model writes means nothing; its sizes and speeds are real. It has no stop
@@ -176,6 +177,10 @@ pub struct SynthArgs {
     #[arg(long, value_name = "SIZE", default_value = "1GiB")]
     shard_size: Size,
 
+    /// Write headers only, for commands that read no weights (plan): any size in no space
+    #[arg(long)]
+    headers_only: bool,
+
     /// Print the result as JSON
     #[arg(long)]
     json: bool,
@@ -221,6 +226,7 @@ impl SynthArgs {
             router: self.router,
             seed: self.seed,
             shard_bytes: self.shard_size.0,
+            headers_only: self.headers_only,
         }
     }
 }
