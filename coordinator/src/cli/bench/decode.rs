@@ -219,7 +219,7 @@ impl Bench<'_> {
         if session::all_resident(subject) {
             let limit = subject.model.info().max_positions;
             let ids = random_ids(subject.model.info().vocab_size, WARM_UP_TOKENS.min(limit), self.args.seed);
-            let chunk = self.args.model.limits.prefill_chunk;
+            let chunk = subject.memory.step_rows;
             subject.pool.install(|| {
                 let mut seq = subject.model.new_sequence(false);
                 ids.chunks(chunk).try_for_each(|ids| subject.model.forward(&mut seq, ids, None).map(drop))
@@ -274,7 +274,7 @@ impl Bench<'_> {
         let mut seq = model.new_sequence(false);
         let mut steps = Steps::default();
         let started = Instant::now();
-        for chunk in prompt.chunks(self.args.model.limits.prefill_chunk) {
+        for chunk in prompt.chunks(subject.memory.step_rows) {
             model.forward(&mut seq, chunk, None)?;
         }
         steps.prompt_s = started.elapsed().as_secs_f64();
@@ -306,7 +306,7 @@ impl Bench<'_> {
             stop_ids: Vec::new(),
             stop_strings: Vec::new(),
             drafts: limits.draft.0,
-            prefill_chunk: limits.prefill_chunk,
+            prefill_chunk: subject.memory.step_rows,
         };
         let mut before = session::counters(subject);
         let mut last = Instant::now();

@@ -56,6 +56,8 @@ pub struct PrefillArgs {
 /// One measured run.
 #[derive(Clone, Copy, Debug, Serialize)]
 struct Run {
+    /// Steps the prompt was cut into.
+    chunks: usize,
     load_s: f64,
     seconds: f64,
     bytes_read: u64,
@@ -138,13 +140,14 @@ fn prompt(args: &PrefillArgs, subject: &Subject, run: u64) -> Result<Run, CliErr
     let seconds = subject.pool.install(|| {
         let mut seq = subject.model.new_sequence(false);
         let started = Instant::now();
-        for chunk in ids.chunks(args.model.limits.prefill_chunk) {
+        for chunk in ids.chunks(subject.memory.step_rows) {
             subject.model.forward(&mut seq, chunk, None)?;
         }
         Ok::<_, CliError>(started.elapsed().as_secs_f64())
     })?;
     let after = session::counters(subject);
     Ok(Run {
+        chunks: args.tokens.div_ceil(subject.memory.step_rows),
         load_s: subject.load_s,
         seconds,
         bytes_read: after.bytes_read - before.bytes_read,
@@ -156,7 +159,7 @@ fn prompt(args: &PrefillArgs, subject: &Subject, run: u64) -> Result<Run, CliErr
 
 fn report(args: &PrefillArgs, runs: &[Run], macs: u64, threads: usize, isa: &str) -> Result<(), CliError> {
     let total_macs = macs as f64 * args.tokens as f64;
-    let chunks = args.tokens.div_ceil(args.model.limits.prefill_chunk);
+    let chunks = runs.iter().map(|run| run.chunks).max().unwrap_or(1);
     let all = |value: &dyn Fn(&Run) -> f64| Spread::of(runs.iter().map(value));
     let rate = all(&|r| args.tokens as f64 / r.seconds);
     let macs_rate = all(&|r| total_macs / r.seconds);
