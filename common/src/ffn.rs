@@ -2,8 +2,8 @@
 
 use rayon::prelude::*;
 
-use crate::fixed::FixedRows;
-use crate::kernels::{Activations, KernelError, Kernels};
+use crate::fixed::{FixedError, FixedRows};
+use crate::kernels::{Activations, KernelError, Kernels, Threads};
 use crate::quant::MatrixRef;
 
 /// The three matrices of one SwiGLU FFN; gate and up are `[inner, hidden]`, down is `[hidden, inner]`.
@@ -34,7 +34,7 @@ pub enum FfnError {
     Kernel(#[from] KernelError),
     /// See [`crate::fixed::FixedError`].
     #[error(transparent)]
-    Fixed(#[from] crate::fixed::FixedError),
+    Fixed(#[from] FixedError),
 }
 
 /// Routed rows computed at a time: bounds the memory for intermediate values in a long prefill while the
@@ -57,11 +57,26 @@ pub fn expert_ffn(
     routed: &[RoutedRow],
     sums: &mut FixedRows,
 ) -> Result<(), FfnError> {
+    weighted_rows(kernels, ffn, x, routed, Threads::One, &mut |row, gate, y| sums.add_weighted(row, gate, y))
+}
+
+/// Takes a row, its gate weight and an expert's output for it.
+pub(crate) type AddWeighted<'a> = dyn FnMut(usize, f32, &[f32]) -> Result<(), FixedError> + 'a;
+
+/// As [`expert_ffn`] on the threads asked for; every `ffn(x_r)` goes to `add` with its row and gate weight.
+pub(crate) fn weighted_rows(
+    kernels: Kernels,
+    ffn: FfnRef<'_>,
+    x: &Activations,
+    routed: &[RoutedRow],
+    threads: Threads,
+    add: &mut AddWeighted<'_>,
+) -> Result<(), FfnError> {
     for routed in routed.chunks(ROWS_AT_A_TIME) {
         let rows: Vec<usize> = routed.iter().map(|r| r.row as usize).collect();
-        let y = routed_rows(kernels, ffn, x, &rows)?;
+        let y = routed_rows(kernels, ffn, x, &rows, threads)?;
         for (routed, y) in routed.iter().zip(y.chunks_exact(ffn.down.rows.max(1))) {
-            sums.add_weighted(routed.row as usize, routed.gate, y)?;
+            add(routed.row as usize, routed.gate, y)?;
         }
     }
     Ok(())
@@ -73,6 +88,7 @@ fn routed_rows(
     ffn: FfnRef<'_>,
     x: &Activations,
     rows: &[usize],
+    threads: Threads,
 ) -> Result<Vec<f32>, KernelError> {
     let wants_quant = ffn.gate.format.is_integer() || ffn.up.format.is_integer();
     if let (true, None, Some(floats)) = (wants_quant, x.quant(), x.floats()) {
@@ -80,16 +96,16 @@ fn routed_rows(
         let gathered = rows.iter().flat_map(|&r| &floats[r * x.cols()..(r + 1) * x.cols()]);
         let gathered = Activations::from_f32(gathered.copied().collect(), x.cols()).quantized();
         let all: Vec<usize> = (0..rows.len()).collect();
-        return routed_rows(kernels, ffn, &gathered, &all);
+        return routed_rows(kernels, ffn, &gathered, &all, threads);
     }
     let mut gate = vec![0.0; rows.len() * ffn.gate.rows];
     let mut up = vec![0.0; rows.len() * ffn.up.rows];
-    kernels.matmul_rows(ffn.gate, x, rows, &mut gate)?;
-    kernels.matmul_rows(ffn.up, x, rows, &mut up)?;
+    kernels.matmul_on(threads, ffn.gate, x, rows, &mut gate)?;
+    kernels.matmul_on(threads, ffn.up, x, rows, &mut up)?;
     let inner = inner_activations(kernels, ffn, &gate, &up);
     let all: Vec<usize> = (0..rows.len()).collect();
     let mut y = vec![0.0; rows.len() * ffn.down.rows];
-    kernels.matmul_rows(ffn.down, &inner, &all, &mut y)?;
+    kernels.matmul_on(threads, ffn.down, &inner, &all, &mut y)?;
     Ok(y)
 }
 

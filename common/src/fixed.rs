@@ -4,6 +4,8 @@
 //! may be shorter); a block is one byte with the width w, one of 2, 3, 4, 5 or 8, and then its values
 //! as w-byte little-endian two's complement. The writer picks the narrowest width that holds all.
 
+use std::sync::{Mutex, PoisonError};
+
 /// Values per packed block.
 const BLOCK: usize = 64;
 
@@ -175,6 +177,44 @@ impl FixedRows {
     }
 }
 
+/// [`FixedRows`] that many threads add to: one lock per row, held for one addition.
+#[derive(Debug)]
+pub(crate) struct SharedRows {
+    /// Empty until something is added.
+    rows: Vec<Mutex<FixedRows>>,
+    cols: usize,
+    fraction_bits: u8,
+}
+
+impl SharedRows {
+    /// All-zero sums; a row takes memory when something is added to it.
+    pub(crate) fn zeroed(rows: usize, cols: usize, fraction_bits: u8) -> Self {
+        let rows = (0..rows).map(|_| Mutex::new(FixedRows::zeroed(0, cols, fraction_bits))).collect();
+        Self { rows, cols, fraction_bits }
+    }
+
+    /// See [`FixedRows::add_weighted`].
+    pub(crate) fn add_weighted(&self, row: usize, gate: f32, y: &[f32]) -> Result<(), FixedError> {
+        let mut sums = self.rows[row].lock().unwrap_or_else(PoisonError::into_inner);
+        if sums.rows == 0 {
+            *sums = FixedRows::zeroed(1, self.cols, self.fraction_bits);
+        }
+        sums.add_weighted(0, gate, y)
+    }
+
+    /// The sums so far, which are taken out.
+    pub(crate) fn take(&self) -> FixedRows {
+        let mut values = Vec::with_capacity(self.rows.len() * self.cols);
+        for (i, row) in self.rows.iter().enumerate() {
+            let mut row = row.lock().unwrap_or_else(PoisonError::into_inner);
+            let sums = std::mem::replace(&mut *row, FixedRows::zeroed(0, self.cols, self.fraction_bits));
+            values.extend(sums.values);
+            values.resize((i + 1) * self.cols, 0);
+        }
+        FixedRows { rows: self.rows.len(), cols: self.cols, fraction_bits: self.fraction_bits, values }
+    }
+}
+
 /// `2ⁿ` for the exponents of normal numbers.
 fn power_of_two(n: i64) -> f64 {
     f64::from_bits(((n + 1023) as u64) << 52)
@@ -302,6 +342,18 @@ mod tests {
         assert!(FixedRows::unpack(0, 64, 24, &[]).is_ok());
         assert!(FixedRows::unpack(0, 64, 24, &[2]).is_err());
         assert!(FixedRows::unpack(3, 0, 24, &[]).is_ok());
+    }
+
+    #[test]
+    fn shared_rows_are_the_same_sums() {
+        let (mut alone, shared) = (FixedRows::zeroed(3, 2, 24), SharedRows::zeroed(3, 2, 24));
+        for (row, gate) in [(2, 0.5), (0, 2.0), (2, -1.25)] {
+            alone.add_weighted(row, gate, &[1.5, -0.3]).unwrap();
+            shared.add_weighted(row, gate, &[1.5, -0.3]).unwrap();
+        }
+        assert!(shared.add_weighted(1, 1.0, &[f32::NAN, 0.0]).is_err());
+        assert_eq!(shared.take(), alone);
+        assert_eq!(shared.take(), FixedRows::zeroed(3, 2, 24));
     }
 
     proptest! {

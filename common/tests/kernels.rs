@@ -8,7 +8,7 @@ use shimmer_common::kernels::{Activations, Isa, Kernels, QuantRows};
 use shimmer_common::math;
 use shimmer_common::quant::{Format, MatrixRef};
 
-const FORMATS: [Format; 14] = [
+const FORMATS: [Format; 15] = [
     Format::F32,
     Format::F16,
     Format::Bf16,
@@ -19,6 +19,7 @@ const FORMATS: [Format; 14] = [
     Format::Int4Grouped { group: 128 },
     Format::Int4Grouped { group: 256 },
     Format::Int4Grouped { group: 16 },
+    Format::Int4Grouped { group: 32 },
     Format::Int4Grouped { group: 48 },
     Format::Int4Grouped { group: 96 },
     Format::Int3G64,

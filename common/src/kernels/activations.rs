@@ -6,6 +6,7 @@ use rayon::prelude::*;
 
 use super::arrange::Arranged;
 use super::code::Code;
+use crate::quant::Format;
 
 /// Columns per activation scale.
 pub const GROUP: usize = 64;
@@ -103,6 +104,20 @@ impl QuantRows {
     /// Scales `[rows, ceil(cols/64)]`.
     pub fn scales(&self) -> &[f32] {
         &self.scales
+    }
+
+    /// Puts many rows into the order of `format` on the current rayon pool, once; without this the first thread
+    /// that needs the order makes it while others wait. Does nothing for a float format.
+    pub(crate) fn arrange_on_pool(&self, format: Format) {
+        if !format.is_integer() || self.values.len() < 2 * VALUES_PER_TASK {
+            return;
+        }
+        let code = Code::of(format);
+        let cell = &self.arranged[code as usize];
+        if cell.get().is_none() {
+            // Not inside the cell: while the pool works, this thread may be given a task that waits for it.
+            let _ = cell.set(Arranged::on_pool(code, self.rows, self.cols, &self.values, &self.scales));
+        }
     }
 
     /// The rows in the order of weights of `code`.

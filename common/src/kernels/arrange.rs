@@ -9,6 +9,8 @@
 //! * int8: `16·v + i`,
 //! * int2, int3: `4·i + v` (the four bit pairs of a byte).
 
+use rayon::prelude::*;
+
 use super::activations::GROUP;
 use super::code::Code;
 use crate::math::LANES;
@@ -50,24 +52,34 @@ pub(super) struct XRow<'a> {
 impl Arranged {
     /// Arranges `[rows, cols]` values and `[rows, ceil(cols / 64)]` scales for weights of `code`.
     pub(super) fn new(code: Code, rows: usize, cols: usize, values: &[i8], scales: &[f32]) -> Self {
-        let groups = cols.div_ceil(GROUP);
-        let row_quads = cols.div_ceil(QUAD);
-        let mut quads = Vec::with_capacity(rows * row_quads);
-        let mut padded_scales = Vec::with_capacity(rows * padded_groups(row_quads));
-        if cols > 0 {
-            for (values, scales) in values.chunks_exact(cols).zip(scales.chunks_exact(groups)) {
-                let (whole, tail) = values.as_chunks::<QUAD>();
-                quads.extend(whole.iter().map(|values| XQuad::new(code, values)));
-                if !tail.is_empty() {
-                    let mut padded = [0; QUAD];
-                    padded[..tail.len()].copy_from_slice(tail);
-                    quads.push(XQuad::new(code, &padded));
-                }
-                padded_scales.extend_from_slice(scales);
-                padded_scales.resize(padded_scales.len().next_multiple_of(LANES), 0.0);
-            }
+        let mut quads = Vec::with_capacity(rows * cols.div_ceil(QUAD));
+        for values in values.chunks_exact(cols.max(1)) {
+            arrange_row(code, values, &mut quads);
         }
-        Self { row_quads, quads, scales: padded_scales }
+        Self::of_quads(rows, cols, quads, scales)
+    }
+
+    /// As [`Arranged::new`], rows spread over the current rayon pool.
+    pub(super) fn on_pool(code: Code, rows: usize, cols: usize, values: &[i8], scales: &[f32]) -> Self {
+        const ROWS_PER_TASK: usize = 8;
+        let parts = values.par_chunks((ROWS_PER_TASK * cols).max(1)).map(|values| {
+            let mut quads = Vec::with_capacity(ROWS_PER_TASK * cols.div_ceil(QUAD));
+            values.chunks_exact(cols).for_each(|values| arrange_row(code, values, &mut quads));
+            quads
+        });
+        let parts: Vec<Vec<XQuad>> = parts.collect();
+        Self::of_quads(rows, cols, parts.concat(), scales)
+    }
+
+    fn of_quads(rows: usize, cols: usize, quads: Vec<XQuad>, scales: &[f32]) -> Self {
+        let row_quads = cols.div_ceil(QUAD);
+        let mut padded = vec![0.0; rows * padded_groups(row_quads)];
+        let groups = cols.div_ceil(GROUP).max(1);
+        let padded_rows = padded.chunks_exact_mut(padded_groups(row_quads).max(1));
+        for (scales, padded) in scales.chunks_exact(groups).zip(padded_rows) {
+            padded[..groups].copy_from_slice(scales);
+        }
+        Self { row_quads, quads, scales: padded }
     }
 
     /// Row `row`.
@@ -78,6 +90,17 @@ impl Arranged {
             quads: &self.quads[row * self.row_quads..(row + 1) * self.row_quads],
             scales: self.scales[row * scales..(row + 1) * scales].as_chunks().0,
         }
+    }
+}
+
+/// Appends the quads of one row.
+fn arrange_row(code: Code, values: &[i8], quads: &mut Vec<XQuad>) {
+    let (whole, tail) = values.as_chunks::<QUAD>();
+    quads.extend(whole.iter().map(|values| XQuad::new(code, values)));
+    if !tail.is_empty() {
+        let mut padded = [0; QUAD];
+        padded[..tail.len()].copy_from_slice(tail);
+        quads.push(XQuad::new(code, &padded));
     }
 }
 
@@ -141,8 +164,13 @@ mod tests {
         let values: Vec<i8> = (0..2 * cols as i32).map(|i| (i * 91 % 255 - 127) as i8).collect();
         let scales: Vec<f32> = (0..14).map(|i| i as f32 + 1.0).collect();
         for code in [Code::Int4, Code::Int8, Code::Int2, Code::Int3] {
+            let on_pool = Arranged::on_pool(code, 2, cols, &values, &scales);
             let arranged = Arranged::new(code, 2, cols, &values, &scales);
             let row = arranged.row(1);
+            assert_eq!(on_pool.row(1).scales, row.scales);
+            for (one, other) in on_pool.row(1).quads.iter().zip(row.quads) {
+                assert_eq!((one.values, one.offsets), (other.values, other.offsets));
+            }
             assert_eq!(row.quads.len(), 2);
             let mut sums = [[0; LANES]; 2];
             for col in 0..2 * QUAD {

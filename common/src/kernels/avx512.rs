@@ -38,7 +38,7 @@ impl Ops for Avx512 {
     fn float_matrix(&self, task: FloatTask<'_, '_>) {
         #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma")]
         fn with_avx512(stripes: Avx512, task: FloatTask<'_, '_>) {
-            float::<_, 4, 4, 2>(stripes, task);
+            float::<_, 4, 4, 4>(stripes, task);
         }
         // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { with_avx512(*self, task) }

@@ -134,17 +134,17 @@ impl<'a> Row<'a, 16> for Fp8Row<'a> {
     }
 }
 
-/// Computes a task with tiles of `R` weight rows and `C` activation rows; one activation row alone takes
-/// weight rows one by one in storage order, but `ONE` fp8 rows at a time, whose chunks are small.
+/// Computes a task with tiles of `R` weight rows and `C` activation rows; one activation row alone meets `ONE`
+/// weight rows at a time, which hides the latency of the additions.
 #[inline(always)]
 pub(super) fn float<S: Widen, const R: usize, const C: usize, const ONE: usize>(
     s: S,
     task: FloatTask<'_, '_>,
 ) {
     match task.w.format {
-        Format::F32 => by_count::<S, F32Row<'_>, 64, R, C, 1>(s, task),
-        Format::F16 => by_count::<S, F16Row<'_>, 32, R, C, 1>(s, task),
-        Format::Bf16 => by_count::<S, Bf16Row<'_>, 32, R, C, 1>(s, task),
+        Format::F32 => by_count::<S, F32Row<'_>, 64, R, C, ONE>(s, task),
+        Format::F16 => by_count::<S, F16Row<'_>, 32, R, C, ONE>(s, task),
+        Format::Bf16 => by_count::<S, Bf16Row<'_>, 32, R, C, ONE>(s, task),
         Format::Fp8Block => by_count::<S, Fp8Row<'_>, 16, R, C, ONE>(s, task),
         _ => unreachable!("integer formats take int8 activations"),
     }
@@ -246,11 +246,34 @@ where
             }
         }
     }
+    // Constant indices, or the accumulators would also be kept in memory all along.
     let mut dots = [[0.0; C]; R];
-    for r in 0..R {
-        for c in 0..C {
-            dots[r][c] = s.tree(acc[r][c]);
-        }
+    dots[0] = trees(s, &acc[0]);
+    if R > 1 {
+        dots[1 % R] = trees(s, &acc[1 % R]);
+    }
+    if R > 2 {
+        dots[2 % R] = trees(s, &acc[2 % R]);
+    }
+    if R > 3 {
+        dots[3 % R] = trees(s, &acc[3 % R]);
+    }
+    dots
+}
+
+/// Adds up at most four accumulators.
+#[inline(always)]
+fn trees<S: Stripes, const C: usize>(s: S, acc: &[S::Acc; C]) -> [f32; C] {
+    let mut dots = [0.0; C];
+    dots[0] = s.tree(acc[0]);
+    if C > 1 {
+        dots[1 % C] = s.tree(acc[1 % C]);
+    }
+    if C > 2 {
+        dots[2 % C] = s.tree(acc[2 % C]);
+    }
+    if C > 3 {
+        dots[3 % C] = s.tree(acc[3 % C]);
     }
     dots
 }

@@ -7,9 +7,10 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
+use super::activations::GROUP;
 use super::arrange::{Arranged, QUAD, QUAD_GROUPS, XQuad, XRow};
 use super::engine::Engine;
-use super::scales::{GroupScales, StripeScales};
+use super::scales::{GroupScales, HalfScales, StripeScales};
 use crate::math::LANES;
 use crate::quant::{Format, MatrixRef};
 
@@ -551,33 +552,63 @@ fn column<E: Engine, W: Source>(
 fn split_groups<E: Engine>(e: E, task: IntTask<'_, '_>, group: usize) {
     let IntTask { w, rows, x, x_rows, outs } = task;
     let first = rows.start;
-    let mut scales = StripeScales::default();
+    let mut stripe_scales = StripeScales::default();
+    let mut half_scales = HalfScales::default();
     for row in rows {
         let codes = PackedRow::<Int4, 128>::new(w.row_weights(row));
-        let scales = scales.of_row(w.row_scales(row), group, w.cols.div_ceil(QUAD));
-        for (&x_row, out) in x_rows.iter().zip(outs.iter_mut()) {
-            out[row - first] = split_dot(e, &codes, scales, x.row(x_row));
+        if group.is_multiple_of(GROUP / 2) {
+            let scales = half_scales.of_row(w.row_scales(row), group, w.cols);
+            for (&x_row, out) in x_rows.iter().zip(outs.iter_mut()) {
+                out[row - first] = split_dot(e, &codes, scales, x.row(x_row));
+            }
+        } else {
+            let scales = stripe_scales.of_row(w.row_scales(row), group, w.cols.div_ceil(QUAD));
+            for (&x_row, out) in x_rows.iter().zip(outs.iter_mut()) {
+                out[row - first] = split_dot(e, &codes, scales, x.row(x_row));
+            }
         }
     }
 }
 
-/// One row of [`split_groups`]; `w_scales` are per quad and half those of the 16 stripes.
+/// The scales of a row's stripes of 8 columns, times those of the activations.
+trait SplitScales: Copy {
+    /// Those of the given half of quad `q`'s groups.
+    fn products<E: Engine>(self, e: E, q: usize, half: usize, x_scales: &[[f32; LANES]]) -> E::Floats;
+}
+
+/// As [`StripeScales`] gives them.
+impl SplitScales for &[[[f32; LANES]; 2]] {
+    #[inline(always)]
+    fn products<E: Engine>(self, e: E, q: usize, half: usize, x_scales: &[[f32; LANES]]) -> E::Floats {
+        e.mul(e.load(&self[q][half]), e.spread(e.load(&x_scales[q / BLOCK_QUADS]), q % BLOCK_QUADS))
+    }
+}
+
+/// As [`HalfScales`] gives them.
+impl SplitScales for [&[[f32; LANES]]; 2] {
+    #[inline(always)]
+    fn products<E: Engine>(self, e: E, q: usize, half: usize, x_scales: &[[f32; LANES]]) -> E::Floats {
+        let block = q / BLOCK_QUADS;
+        e.spread(e.mul(e.load(&self[half][block]), e.load(&x_scales[block])), q % BLOCK_QUADS)
+    }
+}
+
+/// One row of [`split_groups`].
 #[inline(always)]
-fn split_dot<E: Engine>(e: E, w: &impl Source, w_scales: &[[[f32; LANES]; 2]], x: XRow<'_>) -> f32 {
+fn split_dot<E: Engine>(e: E, w: &impl Source, w_scales: impl SplitScales, x: XRow<'_>) -> f32 {
     let none = [0; LANES];
     let (eight, minus) = (e.splat_code(8), e.splat(-1.0));
     let mut acc = e.splat(0.0);
-    for (q, (x_quad, w_scales)) in x.quads.iter().zip(w_scales).enumerate() {
+    for (q, x_quad) in x.quads.iter().enumerate() {
         let codes = w.quad(e, q);
-        let x_scales = e.spread(e.load(&x.scales[q * QUAD_GROUPS / LANES]), q % BLOCK_QUADS);
-        for (half, w_scales) in w_scales.iter().enumerate() {
+        for half in 0..2 {
             let (low, high) = (2 * half, 2 * half + 1);
             let (x_low, x_high) = (&x_quad.values[low], &x_quad.values[high]);
             let sums = e.add(false, codes[high], x_high, e.add(false, codes[low], x_low, e.begin(&none)));
             let eights = e.add(false, eight, x_high, e.add(false, eight, x_low, e.begin(&none)));
             // The codes are 8 more than the values; both sums are small integers.
             let sums = e.fma(e.finish(false, eights, &none), minus, e.finish(false, sums, &none));
-            acc = e.fma(sums, e.mul(e.load(w_scales), x_scales), acc);
+            acc = e.fma(sums, w_scales.products(e, q, half, x.scales), acc);
         }
     }
     e.tree(acc)

@@ -31,7 +31,7 @@ enum Input<'a> {
 
 /// Whether to spread weight rows over the current rayon pool.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Threads {
+pub(crate) enum Threads {
     /// The calling thread only.
     One,
     /// The pool, if the work is big enough.
@@ -53,6 +53,9 @@ pub(super) fn matmul(
         let floats = x.floats().ok_or(KernelError::NeedsFloat { format: w.format })?;
         run(ops, w, Input::Float(floats), x_rows, out, threads);
     } else if let Some(quant) = x.quant() {
+        if threads == Threads::Pool {
+            quant.arrange_on_pool(w.format);
+        }
         run(ops, w, Input::Quant(quant.arranged(Code::of(w.format))), x_rows, out, threads);
     } else {
         let (quant, x_rows) = quantize_rows(x, x_rows);

@@ -57,7 +57,7 @@ use std::sync::OnceLock;
 
 pub use activations::{Activations, GROUP, QuantRows};
 pub use attention::{RowsMut, RowsRef, StoredRows};
-use matmul::Threads;
+pub(crate) use matmul::Threads;
 use ops::{FloatOp, Ops};
 pub use probe::{Macs, Probe};
 
@@ -204,7 +204,19 @@ impl Kernels {
         x_rows: &[usize],
         out: &mut [f32],
     ) -> Result<(), KernelError> {
-        matmul::matmul(self.ops, w, x, x_rows, out, Threads::One)
+        self.matmul_on(Threads::One, w, x, x_rows, out)
+    }
+
+    /// As [`Kernels::matmul_rows`] on the threads asked for.
+    pub(crate) fn matmul_on(
+        self,
+        threads: Threads,
+        w: MatrixRef<'_>,
+        x: &Activations,
+        x_rows: &[usize],
+        out: &mut [f32],
+    ) -> Result<(), KernelError> {
+        matmul::matmul(self.ops, w, x, x_rows, out, threads)
     }
 
     /// Dot product under rule N3 (16 stripes, pairwise tree).

@@ -53,6 +53,36 @@ fn columns_per_scale(format: Format) -> usize {
     }
 }
 
+/// The scales of one row with groups of a multiple of 32 columns: those of the first halves of the groups of 64,
+/// and of the last.
+#[derive(Default)]
+pub(super) struct HalfScales {
+    halves: [Vec<[f32; LANES]>; 2],
+}
+
+impl HalfScales {
+    /// 16 groups of 64 at a time; zero beyond the last scale.
+    pub(super) fn of_row(&mut self, scales: &[f32], group: usize, cols: usize) -> [&[[f32; LANES]]; 2] {
+        let groups = cols.div_ceil(GROUP);
+        let per_scale = group / (GROUP / 2);
+        for (half, padded) in self.halves.iter_mut().enumerate() {
+            padded.clear();
+            padded.resize(groups.div_ceil(LANES), [0.0; LANES]);
+            let padded = &mut padded.as_flattened_mut()[..groups];
+            if per_scale == 1 {
+                for (padded, pair) in padded.iter_mut().zip(scales.chunks(2)) {
+                    *padded = pair.get(half).copied().unwrap_or(0.0);
+                }
+            } else {
+                for (g, padded) in padded.iter_mut().enumerate() {
+                    *padded = scales.get((2 * g + half) / per_scale).copied().unwrap_or(0.0);
+                }
+            }
+        }
+        [&self.halves[0], &self.halves[1]]
+    }
+}
+
 /// The scales of one nibble row, one per stripe of 8 columns.
 #[derive(Default)]
 pub(super) struct StripeScales {

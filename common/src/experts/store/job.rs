@@ -1,15 +1,14 @@
 //! The arithmetic of one call: its experts, its rows, and the sums they are added to.
 
 use std::borrow::Cow;
-use std::sync::{Mutex, PoisonError};
 
 use rayon::prelude::*;
 
 use super::super::{ExpertError, ExpertId, ExpertSource, ExpertSpec, ExpertWork};
 use super::cache::Record;
-use crate::ffn::{dense_ffn, expert_ffn};
-use crate::fixed::FixedRows;
-use crate::kernels::{Activations, Kernels};
+use crate::ffn::weighted_rows;
+use crate::fixed::{FixedRows, SharedRows};
+use crate::kernels::{Activations, Kernels, Threads};
 use crate::profile::NumericProfile;
 
 /// Record bytes times rows below which an expert is not worth a task of its own (some 20 µs of work,
@@ -41,7 +40,7 @@ pub(super) struct Job<'a> {
     source: &'a dyn ExpertSource,
     kernels: Kernels,
     x: Cow<'a, Activations>,
-    sums: SumPool,
+    sums: SharedRows,
 }
 
 impl<'a> Job<'a> {
@@ -80,21 +79,26 @@ impl<'a> Job<'a> {
         let takes_int8 =
             |item: &Item<'_>| item.spec.gate.format.is_integer() || item.spec.up.format.is_integer();
         let x = if x.quant().is_none() && items.iter().any(takes_int8) {
-            Cow::Owned(x.clone().quantized())
+            Cow::Owned(x.clone().quantized_on_pool())
         } else {
             Cow::Borrowed(x)
         };
-        let sums = SumPool::new(x.rows(), layout.hidden_size, profile.fraction_bits);
+        if let Some(quant) = x.quant() {
+            let specs = items.iter().flat_map(|item| [item.spec.gate, item.spec.up]);
+            specs.for_each(|spec| quant.arrange_on_pool(spec.format));
+        }
+        let sums = SharedRows::zeroed(x.rows(), layout.hidden_size, profile.fraction_bits);
         Ok(Self { items, source, kernels, x, sums })
     }
 
     /// Computes the given items in parallel, small ones several to a task.
     pub(super) fn compute(&self, ready: &[(usize, Record)]) -> Result<(), ExpertError> {
-        let few = ready.len() < rayon::current_num_threads();
+        let threads = rayon::current_num_threads();
+        // So few that some threads would have nothing to do towards the end.
+        let few =
+            ready.len() < threads || (ready.len() < 4 * threads && !ready.len().is_multiple_of(threads));
         let run = |task: &[(usize, Record)]| {
-            self.sums.with(|sums| {
-                task.iter().try_for_each(|(item, record)| self.compute_one(*item, record, few, sums))
-            })
+            task.iter().try_for_each(|(item, record)| self.compute_one(*item, record, few))
         };
         match self.tasks(ready).as_slice() {
             [only] => run(only),
@@ -106,7 +110,7 @@ impl<'a> Job<'a> {
     fn tasks<'r>(&self, ready: &'r [(usize, Record)]) -> Vec<&'r [(usize, Record)]> {
         let cost = |(item, _): &(usize, Record)| self.items[*item].cost();
         let total = ready.iter().map(cost).fold(0, usize::saturating_add);
-        let target = (total / (2 * rayon::current_num_threads())).max(MIN_TASK_COST);
+        let target = (total / (4 * rayon::current_num_threads())).max(MIN_TASK_COST);
         let mut tasks = Vec::new();
         let (mut start, mut sum) = (0, 0usize);
         for (i, one) in ready.iter().enumerate() {
@@ -122,15 +126,9 @@ impl<'a> Job<'a> {
         tasks
     }
 
-    /// Adds one expert's output to `sums`; on all threads when there are `few` experts, on this one
+    /// Adds one expert's output to the sums; on all threads when there are `few` experts, on this one
     /// otherwise. Every operator is row-independent (rule N6), so the bits are the same.
-    fn compute_one(
-        &self,
-        item: usize,
-        record: &Record,
-        few: bool,
-        sums: &mut FixedRows,
-    ) -> Result<(), ExpertError> {
+    fn compute_one(&self, item: usize, record: &Record, few: bool) -> Result<(), ExpertError> {
         let Item { id, spec, record_bytes, work } = &self.items[item];
         let ffn = record.get(..*record_bytes).and_then(|bytes| spec.view(bytes)).ok_or_else(|| {
             ExpertError::Damaged {
@@ -139,50 +137,15 @@ impl<'a> Job<'a> {
                 what: "the record does not fit its layout".into(),
             }
         })?;
-        let added = match work.rows.as_slice() {
-            [only] if few && self.x.rows() == 1 && *record_bytes >= MIN_SPREAD_BYTES => {
-                let mut y = vec![0.0; self.x.cols()];
-                dense_ffn(self.kernels, ffn, &self.x, &mut y)
-                    .and_then(|()| Ok(sums.add_weighted(only.row as usize, only.gate, &y)?))
-            }
-            rows => expert_ffn(self.kernels, ffn, &self.x, rows, sums),
-        };
+        let threads = if few && *record_bytes >= MIN_SPREAD_BYTES { Threads::Pool } else { Threads::One };
+        let added = weighted_rows(self.kernels, ffn, &self.x, &work.rows, threads, &mut |row, gate, y| {
+            self.sums.add_weighted(row, gate, y)
+        });
         added.map_err(|source| ExpertError::Compute { id: *id, source })
     }
 
     /// The sums of everything computed, once.
     pub(super) fn sums(&self) -> FixedRows {
-        self.sums.total()
-    }
-}
-
-/// Partial sums, one array per task that runs at the same time, reused over the waves of a call.
-struct SumPool {
-    rows: usize,
-    cols: usize,
-    fraction_bits: u8,
-    idle: Mutex<Vec<FixedRows>>,
-}
-
-impl SumPool {
-    fn new(rows: usize, cols: usize, fraction_bits: u8) -> Self {
-        Self { rows, cols, fraction_bits, idle: Mutex::default() }
-    }
-
-    fn with<R>(&self, f: impl FnOnce(&mut FixedRows) -> R) -> R {
-        let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let mut sums = idle.unwrap_or_else(|| FixedRows::zeroed(self.rows, self.cols, self.fraction_bits));
-        let result = f(&mut sums);
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(sums);
-        result
-    }
-
-    fn total(&self) -> FixedRows {
-        let parts = std::mem::take(&mut *self.idle.lock().unwrap_or_else(PoisonError::into_inner));
-        let mut parts = parts.into_iter();
-        let mut total =
-            parts.next().unwrap_or_else(|| FixedRows::zeroed(self.rows, self.cols, self.fraction_bits));
-        parts.for_each(|part| total.merge(&part));
-        total
+        self.sums.take()
     }
 }

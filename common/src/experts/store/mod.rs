@@ -20,8 +20,8 @@
 //!
 //! *Budget.* All records lie in one arena of at most `ram_bytes`; nothing is ever read anywhere else. A
 //! call that finds no room computes what it holds, lets go of it and asks again; a call that holds nothing
-//! waits its turn, while those that hold something never wait for more: calls cannot deadlock. Each thread
-//! that computes also holds one `[rows, hidden_size]` array of sums for the length of the call.
+//! waits its turn, while those that hold something never wait for more: calls cannot deadlock. A call
+//! also holds one `[rows, hidden_size]` array of sums, whatever the number of threads.
 
 mod cache;
 mod call;
