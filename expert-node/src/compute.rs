@@ -85,7 +85,7 @@ impl Compute {
         let options = StoreOptions { policy: usage.policy(true), ..StoreOptions::new(ram_bytes) };
         let store = Arc::new(LocalStore::open(source, kernels, profile, options)?);
         usage.pin(&store, ram_bytes as u64);
-        let watch = MemoryWatch::start(&store);
+        let watch = MemoryWatch::start(&store, 0);
         let (jobs, queue) = mpsc::channel::<Job>();
         let (started, ready) = mpsc::channel();
         std::thread::Builder::new()

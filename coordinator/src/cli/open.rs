@@ -326,7 +326,9 @@ pub fn load_parts<T>(
         pool.current_num_threads(),
         super::isa_name(kernels.isa()),
     ));
-    let _watch = local.as_ref().map(MemoryWatch::start);
+    let _watch = local
+        .as_ref()
+        .map(|store| MemoryWatch::start(store, memory.budget_bytes.saturating_sub(memory.expert_bytes)));
     Ok(Loaded {
         container,
         model,

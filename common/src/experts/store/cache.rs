@@ -396,7 +396,7 @@ impl Cache {
         table.guesses.count(stats);
     }
 
-    #[cfg(test)]
+    /// Bytes of slots that are in use.
     pub(super) fn allocated_bytes(&self) -> usize {
         self.arena.taken()
     }

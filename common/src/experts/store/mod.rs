@@ -187,6 +187,11 @@ impl LocalStore {
         self.core.cache.capacity()
     }
 
+    /// Bytes of records in RAM or on their way.
+    pub fn ram_taken(&self) -> usize {
+        self.core.cache.allocated_bytes()
+    }
+
     /// Reads every expert once, which checks them all; what fits stays in RAM.
     ///
     /// # Errors

@@ -2,7 +2,8 @@
 //!
 //! Once a second the watch looks at what is left: within the memory cgroup (version 1 or 2) and its
 //! ancestors, and on the machine. Where the kernel reports pressure (PSI), tasks that stall for memory count
-//! as well, whatever is left. The budget of the store shrinks at once by what is missing and grows slowly,
+//! as well, whatever is left. What the rest of the process was promised and has not taken yet (a long prompt's
+//! buffers, a cache that grows) counts as taken. The budget of the store shrinks at once by what is missing and grows slowly,
 //! a little at a time, after some seconds of plenty, never beyond what the store was opened with.
 
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -36,9 +37,17 @@ pub struct MemoryWatch {
 }
 
 impl MemoryWatch {
-    /// Watches for as long as the store lives. Where no thread can be started, nobody does.
-    pub fn start(store: &Arc<LocalStore>) -> Self {
-        let look = || Look { memory: machine::memory(), stalled_percent: machine::memory_stall_percent() };
+    /// Watches for as long as the store lives. `other_bytes` is what the process may take beside the store's
+    /// records, 0 where nobody knows. Where no thread can be started, nobody watches.
+    pub fn start(store: &Arc<LocalStore>, other_bytes: u64) -> Self {
+        let watched = Arc::downgrade(store);
+        let look = move || {
+            let records = watched.upgrade().map_or(0, |store| store.ram_taken() as u64);
+            let unclaimed = machine::resident_bytes().map_or(0, |all| unclaimed(other_bytes, all, records));
+            let mut memory = machine::memory();
+            memory.available_bytes = memory.available_bytes.saturating_sub(unclaimed);
+            Look { memory, stalled_percent: machine::memory_stall_percent() }
+        };
         Self::start_with(store, INTERVAL, look)
     }
 
@@ -79,6 +88,11 @@ impl Drop for MemoryWatch {
 struct Look {
     memory: Memory,
     stalled_percent: Option<f64>,
+}
+
+/// What of `promised` bytes a process with `resident` bytes, `records` of them the store's, has yet to take.
+fn unclaimed(promised: u64, resident: u64, records: u64) -> u64 {
+    promised.saturating_sub(resident.saturating_sub(records))
 }
 
 fn adjust(store: &LocalStore, look: &Look, calm: &mut u32) {
@@ -131,6 +145,13 @@ mod tests {
     use crate::experts::testing::MemorySource;
     use crate::kernels::Kernels;
     use crate::profile::NumericProfile;
+
+    #[test]
+    fn promised_memory_counts_until_it_is_taken() {
+        assert_eq!(unclaimed(100, 340, 300), 60);
+        assert_eq!(unclaimed(100, 500, 300), 0);
+        assert_eq!(unclaimed(0, 10, 20), 0);
+    }
 
     fn look(available_bytes: u64) -> Look {
         let memory = Memory { total_bytes: 1000, available_bytes, cgroup_limit_bytes: None };
