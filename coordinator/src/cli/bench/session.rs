@@ -24,10 +24,6 @@ pub type Subject = Loaded<Option<Arc<TextModel>>>;
 /// [`CliError`].
 pub fn load(args: &ModelArgs, tokens: usize) -> Result<Subject, CliError> {
     let mut args = args.clone();
-    // What earlier runs taught would make a cold start a warm one.
-    if args.limits.usage == UsageArg::Auto {
-        args.limits.usage = UsageArg::Off;
-    }
     args.limits.context = Some(args.limits.context.unwrap_or(tokens).max(tokens));
     // A measurement neither depends on earlier ones nor teaches later sessions.
     if args.limits.usage == UsageArg::Auto {

@@ -11,8 +11,8 @@ use shimmer_common::machine;
 use crate::cli::model_args::LimitArgs;
 use crate::model;
 
-/// The program itself: code that runs, libraries, thread stacks, the allocator's own (measured: 21 MiB for
-/// the demo model with two threads, of which 14 MiB are pages of the binary).
+/// The program itself: code that runs, libraries, thread stacks, the allocator's own (an estimate from one
+/// run of a small model that took 40 MiB in all).
 const PROGRAM_BYTES: u64 = 28 << 20;
 
 /// Each compute thread's stack and the allocator's arena of it.
