@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "test helpers")]
 
 use proptest::prelude::*;
-use shimmer_common::kernels::{Activations, Isa, Kernels, QuantRows};
+use shimmer_common::kernels::{Activations, Isa, Kernels, QuantRows, RowsMut, RowsRef};
 use shimmer_common::math;
 use shimmer_common::quant::{Format, MatrixRef};
 
@@ -299,20 +299,25 @@ fn input_values(x: &Activations, integer: bool) -> Vec<f64> {
     q.values().iter().enumerate().map(|(i, &v)| f64::from(v) * f64::from(q.scales()[i / 64])).collect()
 }
 
+fn one_row(x: &[f32]) -> RowsRef<'_> {
+    RowsRef::new(x, x.len(), x.len(), 1)
+}
+
 fn float_results(kernels: Kernels, a: f32, x: &[f32], other: &[f32]) -> Vec<Vec<u32>> {
     let mut sigmoid = x.to_vec();
     kernels.sigmoid(&mut sigmoid);
     let mut silu_mul = vec![0.0; x.len()];
     kernels.silu_mul(x, other, &mut silu_mul);
     let mut axpy = other.to_vec();
-    kernels.axpy(a, x, &mut axpy);
+    kernels.accumulate(one_row(&[a]), one_row(x), RowsMut::new(&mut axpy, x.len()));
     let mut softmax = x.to_vec();
     kernels.softmax(&mut softmax);
     let mut rms = vec![0.0; x.len()];
     kernels.rms_norm(x, other, 1e-5, &mut rms);
     let mut layer = vec![0.0; x.len()];
     kernels.layer_norm(x, other, x, 1e-6, &mut layer);
-    let dot = vec![kernels.dot(x, other)];
+    let mut dot = vec![0.0];
+    kernels.dots(one_row(x), one_row(other), 1.0, RowsMut::new(&mut dot, 1));
     [sigmoid, silu_mul, axpy, softmax, rms, layer, dot].iter().map(|v| bits(v)).collect()
 }
 

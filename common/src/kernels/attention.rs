@@ -5,6 +5,7 @@
 //! one by one in ascending order by fused multiply-add. Only what is kept in registers meanwhile differs.
 
 use super::Kernels;
+use super::float::Widen;
 use super::ops::{FloatOp, Ops};
 use crate::math::{LANES, Stripes, dot_body, load_lanes};
 use crate::quant::decode::decode_row_body;
@@ -165,7 +166,7 @@ impl Kernels {
 impl AttentionOp<'_> {
     /// Runs the operation with the instructions enabled where this is inlined.
     #[inline(always)]
-    pub(super) fn run<S: Stripes>(self, s: S) {
+    pub(super) fn run<S: Widen>(self, s: S) {
         match self {
             AttentionOp::Dots { a, b, scale, mut out } => dots(s, a, b, scale, 0, &mut out),
             AttentionOp::Accumulate { weights, rows, mut out } => accumulate(s, weights, 0, rows, &mut out),
@@ -413,14 +414,14 @@ const DECODED_GAP: usize = LANES;
 
 /// See [`Kernels::stored_dots`].
 #[inline(always)]
-fn stored_dots<S: Stripes>(s: S, a: RowsRef<'_>, w: StoredRows<'_>, out: &mut RowsMut<'_>) {
+fn stored_dots<S: Widen>(s: S, a: RowsRef<'_>, w: StoredRows<'_>, out: &mut RowsMut<'_>) {
     assert_eq!(a.width, w.matrix.cols, "dot products take rows of one length");
     let fused = if S::WIDE { FUSED_ROWS_MAX } else { FUSED_ROWS_MAX / 2 };
     if a.count <= fused && w.matrix.cols.is_multiple_of(LANES) {
         match (w.matrix.format, nibble_shift(w.matrix.format)) {
-            (Format::Int8Row, _) => return fused_dots_of(s, a, Int8Rows(w), w.count, out),
-            (Format::Bf16, _) => return fused_dots_of(s, a, Bf16Rows(w), w.count, out),
-            (_, Some(shift)) => return fused_dots_of(s, a, Int4Rows(w, shift), w.count, out),
+            (Format::Int8Row, _) => return fused_dots_of(s, a, Int8Rows(w), w, out),
+            (Format::Bf16, _) => return fused_dots_of(s, a, Bf16Rows(w), w, out),
+            (_, Some(shift)) => return fused_dots_of(s, a, Int4Rows(w, shift), w, out),
             _ => {}
         }
     }
@@ -432,12 +433,12 @@ fn stored_dots<S: Stripes>(s: S, a: RowsRef<'_>, w: StoredRows<'_>, out: &mut Ro
 
 /// See [`Kernels::stored_accumulate`].
 #[inline(always)]
-fn stored_accumulate<S: Stripes>(s: S, weights: RowsRef<'_>, w: StoredRows<'_>, out: &mut RowsMut<'_>) {
+fn stored_accumulate<S: Widen>(s: S, weights: RowsRef<'_>, w: StoredRows<'_>, out: &mut RowsMut<'_>) {
     if weights.count <= FUSED_ROWS_MAX && w.matrix.cols.is_multiple_of(LANES) {
         match (w.matrix.format, nibble_shift(w.matrix.format)) {
-            (Format::Int8Row, _) => return fused_accumulate(s, weights, Int8Rows(w), w.count, out),
-            (Format::Bf16, _) => return fused_accumulate(s, weights, Bf16Rows(w), w.count, out),
-            (_, Some(shift)) => return fused_accumulate(s, weights, Int4Rows(w, shift), w.count, out),
+            (Format::Int8Row, _) => return fused_accumulate(s, weights, Int8Rows(w), w, out),
+            (Format::Bf16, _) => return fused_accumulate(s, weights, Bf16Rows(w), w, out),
+            (_, Some(shift)) => return fused_accumulate(s, weights, Int4Rows(w, shift), w, out),
             _ => {}
         }
     }
@@ -476,7 +477,7 @@ impl<'a> Panel<'a> {
 
     /// The next rows and the number of those before them.
     #[inline(always)]
-    fn next<S: Stripes>(&mut self, s: S) -> Option<(usize, RowsRef<'_>)> {
+    fn next<S: Widen>(&mut self, s: S) -> Option<(usize, RowsRef<'_>)> {
         let (cols, before) = (self.rows.matrix.cols, self.done);
         let stride = cols + DECODED_GAP;
         let count = DECODED_ROWS.min(self.rows.count - before);
@@ -490,7 +491,7 @@ impl<'a> Panel<'a> {
 
 /// Row `i` of `rows`, the values of [`MatrixRef::decode_row`].
 #[inline(always)]
-fn decode<S: Stripes>(s: S, rows: StoredRows<'_>, i: usize, out: &mut [f32]) {
+fn decode<S: Widen>(s: S, rows: StoredRows<'_>, i: usize, out: &mut [f32]) {
     if rows.matrix.cols.is_multiple_of(LANES) {
         match (rows.matrix.format, nibble_shift(rows.matrix.format)) {
             (Format::Int8Row, _) => return decode_chunks(s, Int8Rows(rows), i, out),
@@ -502,7 +503,7 @@ fn decode<S: Stripes>(s: S, rows: StoredRows<'_>, i: usize, out: &mut [f32]) {
 }
 
 #[inline(always)]
-fn decode_chunks<S: Stripes, D: Decoded<S>>(s: S, rows: D, i: usize, out: &mut [f32]) {
+fn decode_chunks<S: Widen, D: Decoded<S>>(s: S, rows: D, i: usize, out: &mut [f32]) {
     let row = rows.row(i);
     for (c, out) in out.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
         s.store(D::chunk(s, row, c), out);
@@ -510,7 +511,7 @@ fn decode_chunks<S: Stripes, D: Decoded<S>>(s: S, rows: D, i: usize, out: &mut [
 }
 
 /// Stored rows that are decoded in registers.
-trait Decoded<S: Stripes>: Copy {
+trait Decoded<S: Widen>: Copy {
     /// A row's chunks of 16 columns and what else they need.
     type Row: Copy;
 
@@ -519,16 +520,13 @@ trait Decoded<S: Stripes>: Copy {
 
     /// Chunk `c` of a row.
     fn chunk(s: S, row: Self::Row, c: usize) -> S::Acc;
-
-    /// Chunks per row.
-    fn chunks(self) -> usize;
 }
 
 /// [`Format::Int8Row`].
 #[derive(Clone, Copy)]
 struct Int8Rows<'a>(StoredRows<'a>);
 
-impl<'a, S: Stripes> Decoded<S> for Int8Rows<'a> {
+impl<'a, S: Widen> Decoded<S> for Int8Rows<'a> {
     type Row = (&'a [[i8; LANES]], f32);
 
     #[inline(always)]
@@ -542,18 +540,13 @@ impl<'a, S: Stripes> Decoded<S> for Int8Rows<'a> {
     fn chunk(s: S, (chunks, scale): Self::Row, c: usize) -> S::Acc {
         s.mul(s.load_i8(&chunks[c]), s.splat(scale))
     }
-
-    #[inline(always)]
-    fn chunks(self) -> usize {
-        self.0.matrix.cols / LANES
-    }
 }
 
 /// [`Format::Bf16`].
 #[derive(Clone, Copy)]
 struct Bf16Rows<'a>(StoredRows<'a>);
 
-impl<'a, S: Stripes> Decoded<S> for Bf16Rows<'a> {
+impl<'a, S: Widen> Decoded<S> for Bf16Rows<'a> {
     type Row = &'a [[u8; 2 * LANES]];
 
     #[inline(always)]
@@ -563,13 +556,7 @@ impl<'a, S: Stripes> Decoded<S> for Bf16Rows<'a> {
 
     #[inline(always)]
     fn chunk(s: S, chunks: Self::Row, c: usize) -> S::Acc {
-        use crate::quant::decode::{Bf16, ChunkDecoder};
-        s.load(&Bf16.decode(&chunks[c], c))
-    }
-
-    #[inline(always)]
-    fn chunks(self) -> usize {
-        self.0.matrix.cols / LANES
+        s.bf16(&chunks[c])
     }
 }
 
@@ -577,7 +564,7 @@ impl<'a, S: Stripes> Decoded<S> for Bf16Rows<'a> {
 #[derive(Clone, Copy)]
 struct Int4Rows<'a>(StoredRows<'a>, u32);
 
-impl<'a, S: Stripes> Decoded<S> for Int4Rows<'a> {
+impl<'a, S: Widen> Decoded<S> for Int4Rows<'a> {
     type Row = (&'a [[u8; LANES / 2]], &'a [f32], u32);
 
     #[inline(always)]
@@ -590,35 +577,36 @@ impl<'a, S: Stripes> Decoded<S> for Int4Rows<'a> {
     fn chunk(s: S, (chunks, scales, shift): Self::Row, c: usize) -> S::Acc {
         s.mul(s.load_nibbles(&chunks[c]), s.splat(scales[c >> shift]))
     }
-
-    #[inline(always)]
-    fn chunks(self) -> usize {
-        self.0.matrix.cols / LANES
-    }
 }
 
 /// Chooses the tile for the number of rows.
 #[inline(always)]
-fn fused_dots_of<S: Stripes, D: Decoded<S>>(s: S, a: RowsRef<'_>, w: D, count: usize, out: &mut RowsMut<'_>) {
+fn fused_dots_of<S: Widen, D: Decoded<S>>(
+    s: S,
+    a: RowsRef<'_>,
+    w: D,
+    stored: StoredRows<'_>,
+    out: &mut RowsMut<'_>,
+) {
     match a.count {
         0 => {}
-        1 => fused_dots::<S, D, 1>(s, a, w, count, out),
-        2 => fused_dots::<S, D, 2>(s, a, w, count, out),
-        3 => fused_dots::<S, D, 3>(s, a, w, count, out),
-        _ => fused_dots::<S, D, 4>(s, a, w, count, out),
+        1 => fused_dots::<S, D, 1>(s, a, w, stored, out),
+        2 => fused_dots::<S, D, 2>(s, a, w, stored, out),
+        3 => fused_dots::<S, D, 3>(s, a, w, stored, out),
+        _ => fused_dots::<S, D, 4>(s, a, w, stored, out),
     }
 }
 
 /// `R` rows with four stored rows at a time.
 #[inline(always)]
-fn fused_dots<S: Stripes, D: Decoded<S>, const R: usize>(
+fn fused_dots<S: Widen, D: Decoded<S>, const R: usize>(
     s: S,
     a: RowsRef<'_>,
     w: D,
-    count: usize,
+    stored: StoredRows<'_>,
     out: &mut RowsMut<'_>,
 ) {
-    let chunks = w.chunks();
+    let (count, chunks) = (stored.count, stored.matrix.cols / LANES);
     let mut rows: [&[[f32; LANES]]; R] = [&[]; R];
     for (r, row) in rows.iter_mut().enumerate() {
         *row = &a.row(r).as_chunks().0[..chunks];
@@ -655,38 +643,40 @@ const FUSED_BLOCK: usize = 8;
 
 /// See [`Kernels::stored_accumulate`].
 #[inline(always)]
-fn fused_accumulate<S: Stripes, D: Decoded<S>>(
+fn fused_accumulate<S: Widen, D: Decoded<S>>(
     s: S,
     weights: RowsRef<'_>,
     w: D,
-    count: usize,
+    stored: StoredRows<'_>,
     out: &mut RowsMut<'_>,
 ) {
+    let (count, chunks) = (stored.count, stored.matrix.cols / LANES);
     let mut first = 0;
     while count - first >= FUSED_BLOCK {
-        fused_accumulate_block::<S, D, FUSED_BLOCK>(s, weights, w, first, out);
+        fused_accumulate_block::<S, D, FUSED_BLOCK>(s, weights, w, first, chunks, out);
         first += FUSED_BLOCK;
     }
     while first < count {
-        fused_accumulate_block::<S, D, 1>(s, weights, w, first, out);
+        fused_accumulate_block::<S, D, 1>(s, weights, w, first, chunks, out);
         first += 1;
     }
 }
 
 /// Joins stored rows `first .. first + B` to every sum.
 #[inline(always)]
-fn fused_accumulate_block<S: Stripes, D: Decoded<S>, const B: usize>(
+fn fused_accumulate_block<S: Widen, D: Decoded<S>, const B: usize>(
     s: S,
     weights: RowsRef<'_>,
     w: D,
     first: usize,
+    chunks: usize,
     out: &mut RowsMut<'_>,
 ) {
     let mut rows = [w.row(first); B];
     for (b, row) in rows.iter_mut().enumerate() {
         *row = w.row(first + b);
     }
-    for c in 0..w.chunks() {
+    for c in 0..chunks {
         let mut row = [s.zero(); B];
         for (row, stored) in row.iter_mut().zip(rows) {
             *row = D::chunk(s, stored, c);

@@ -6,7 +6,6 @@ use super::engine::Engine;
 use super::float::{FloatTask, Widen, float};
 use super::integer::{IntTask, integer};
 use super::ops::{FloatOp, Ops};
-use super::portable::Portable;
 use crate::math::{LANES, PlainStripes, Stripes, tree16};
 
 /// The portable kernels with hardware fused multiply-add; exists only where the CPU has it.
@@ -36,7 +35,7 @@ impl Ops for PortableFma {
     fn integer(&self, task: IntTask<'_, '_>) {
         #[target_feature(enable = "fma")]
         fn with_fma(task: IntTask<'_, '_>) {
-            integer::<_, 1, 1>(Portable, task);
+            integer::<_, 1, 1>(PlainStripes, task);
         }
         // SAFETY: `self` exists only after `detect_fma` saw the feature.
         unsafe { with_fma(task) }
@@ -98,17 +97,6 @@ impl Stripes for Avx2 {
     fn zero(self) -> Self::Acc {
         // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { [_mm256_setzero_ps(); 2] }
-    }
-
-    #[inline(always)]
-    fn fma(self, a: &[f32; LANES], b: &[f32; LANES], acc: Self::Acc) -> Self::Acc {
-        // SAFETY: `self` exists only after `detect` saw every feature.
-        unsafe {
-            [
-                _mm256_fmadd_ps(load_ps(a, 0), load_ps(b, 0), acc[0]),
-                _mm256_fmadd_ps(load_ps(a, 1), load_ps(b, 1), acc[1]),
-            ]
-        }
     }
 
     #[inline(always)]
@@ -235,7 +223,6 @@ impl Engine for Avx2 {
     type Codes = [__m256i; 2];
     /// i16 of small codes, i32 of int8.
     type Sums = [__m256i; 2];
-    type Floats = [__m256; 2];
 
     #[inline(always)]
     fn int4(self, bytes: &[u8; 128]) -> [[__m256i; 2]; 4] {
@@ -330,7 +317,7 @@ impl Engine for Avx2 {
 
     #[inline(always)]
     fn finish(self, bytes: bool, sums: [__m256i; 2], offsets: &[i32; LANES]) -> [__m256; 2] {
-        let mut floats = Engine::splat(self, 0.0);
+        let mut floats = self.zero();
         for i in 0..2 {
             // SAFETY: `self` exists only after `detect` saw every feature.
             floats[i] = unsafe {
@@ -347,30 +334,6 @@ impl Engine for Avx2 {
     }
 
     #[inline(always)]
-    fn splat(self, x: f32) -> [__m256; 2] {
-        // SAFETY: `self` exists only after `detect` saw every feature.
-        unsafe { [_mm256_set1_ps(x); 2] }
-    }
-
-    #[inline(always)]
-    fn load(self, x: &[f32; LANES]) -> [__m256; 2] {
-        // SAFETY: `self` exists only after `detect` saw every feature.
-        unsafe { [load_ps(x, 0), load_ps(x, 1)] }
-    }
-
-    #[inline(always)]
-    fn mul(self, a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
-        // SAFETY: `self` exists only after `detect` saw every feature.
-        unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
-    }
-
-    #[inline(always)]
-    fn fma(self, a: [__m256; 2], b: [__m256; 2], c: [__m256; 2]) -> [__m256; 2] {
-        // SAFETY: `self` exists only after `detect` saw every feature.
-        unsafe { [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])] }
-    }
-
-    #[inline(always)]
     fn spread(self, scales: [__m256; 2], k: usize) -> [__m256; 2] {
         let scales = scales[k / 2];
         let first = 4 * (k as i32 % 2);
@@ -380,12 +343,6 @@ impl Engine for Avx2 {
             _mm256_permutevar8x32_ps(scales, _mm256_setr_epi32(a, a, a, a, b, b, b, b))
         };
         [pair(first), pair(first + 2)]
-    }
-
-    #[inline(always)]
-    fn tree(self, x: [__m256; 2]) -> f32 {
-        // SAFETY: `self` exists only after `detect` saw every feature.
-        unsafe { tree(x) }
     }
 }
 
@@ -440,15 +397,6 @@ fn load<T: bytemuck::Pod, const N: usize>(x: &[T; N], i: usize) -> __m256i {
     assert!(32 * (i + 1) <= size_of::<[T; N]>(), "a load stays inside its array");
     // SAFETY: 32 readable bytes of plain data, as just checked; the load needs no alignment.
     unsafe { _mm256_loadu_si256(std::ptr::from_ref(x).cast::<__m256i>().add(i)) }
-}
-
-/// Loads the first or the last 8 of 16 floats.
-#[target_feature(enable = "avx2")]
-#[inline]
-fn load_ps(x: &[f32; LANES], half: usize) -> __m256 {
-    assert!(half < 2, "16 floats have two halves");
-    // SAFETY: 8 readable floats, as just checked; the load needs no alignment.
-    unsafe { _mm256_loadu_ps(x.as_ptr().add(8 * half)) }
 }
 
 /// Adds accumulators 0–7 and 8–15 in the order of [`tree16`].

@@ -64,12 +64,6 @@ impl Stripes for Avx512 {
     }
 
     #[inline(always)]
-    fn fma(self, a: &[f32; LANES], b: &[f32; LANES], acc: Self::Acc) -> Self::Acc {
-        // SAFETY: `self` exists only after `detect` saw every feature.
-        unsafe { _mm512_fmadd_ps(load_ps(a), load_ps(b), acc) }
-    }
-
-    #[inline(always)]
     fn tree(self, acc: Self::Acc) -> f32 {
         // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { tree(acc) }
@@ -160,7 +154,6 @@ impl Widen for Avx512 {
 impl Engine for Avx512 {
     type Codes = __m512i;
     type Sums = __m512i;
-    type Floats = __m512;
 
     #[inline(always)]
     fn int4(self, bytes: &[u8; 128]) -> [__m512i; 4] {
@@ -244,30 +237,6 @@ impl Engine for Avx512 {
     }
 
     #[inline(always)]
-    fn splat(self, x: f32) -> __m512 {
-        // SAFETY: `self` exists only after `detect` saw every feature.
-        unsafe { _mm512_set1_ps(x) }
-    }
-
-    #[inline(always)]
-    fn load(self, x: &[f32; LANES]) -> __m512 {
-        // SAFETY: `self` exists only after `detect` saw every feature.
-        unsafe { load_ps(x) }
-    }
-
-    #[inline(always)]
-    fn mul(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` exists only after `detect` saw every feature.
-        unsafe { _mm512_mul_ps(a, b) }
-    }
-
-    #[inline(always)]
-    fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
-        // SAFETY: `self` exists only after `detect` saw every feature.
-        unsafe { _mm512_fmadd_ps(a, b, c) }
-    }
-
-    #[inline(always)]
     fn spread(self, scales: __m512, k: usize) -> __m512 {
         /// Lane numbers by quad of a block.
         static LANE_OF: [[i32; LANES]; 4] = {
@@ -281,12 +250,6 @@ impl Engine for Avx512 {
         };
         // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { _mm512_permutexvar_ps(load(&LANE_OF[k]), scales) }
-    }
-
-    #[inline(always)]
-    fn tree(self, x: __m512) -> f32 {
-        // SAFETY: `self` exists only after `detect` saw every feature.
-        unsafe { tree(x) }
     }
 }
 

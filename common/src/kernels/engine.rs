@@ -1,18 +1,16 @@
 //! What an instruction set has to offer the integer kernels of [`super::integer`].
 
-use crate::math::LANES;
+use crate::math::{LANES, Stripes};
 
-/// Vectors of one instruction set. A value of the implementing type is the proof that the CPU has them.
+/// Vectors of codes and their products, beside the vectors of 16 floats of [`Stripes`].
 ///
 /// Weight codes are unsigned and at most 15, except where `bytes` is set: then they are the bytes of int8
 /// weights in whatever form [`Engine::int8`] makes. `bytes` is a constant wherever it is passed.
-pub(super) trait Engine: Copy {
+pub(super) trait Engine: Stripes {
     /// 64 codes.
     type Codes: Copy;
     /// Sums of products on their way to 16 stripe sums.
     type Sums: Copy;
-    /// 16 floats.
-    type Floats: Copy;
 
     /// The codes of a quad of nibbles (see [`super::arrange`] for their places, here and below).
     fn int4(self, bytes: &[u8; 128]) -> [Self::Codes; 4];
@@ -34,18 +32,8 @@ pub(super) trait Engine: Copy {
     /// Adds 64 products; at most four times.
     fn add(self, bytes: bool, codes: Self::Codes, x: &[i8; 64], sums: Self::Sums) -> Self::Sums;
     /// The exact stripe sums of values (not codes) as floats.
-    fn finish(self, bytes: bool, sums: Self::Sums, offsets: &[i32; LANES]) -> Self::Floats;
+    fn finish(self, bytes: bool, sums: Self::Sums, offsets: &[i32; LANES]) -> Self::Acc;
 
-    /// 16 times `x`.
-    fn splat(self, x: f32) -> Self::Floats;
-    /// Loads 16 floats.
-    fn load(self, x: &[f32; LANES]) -> Self::Floats;
-    /// Products by lane.
-    fn mul(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
-    /// `a · b + c` by lane, rounded once.
-    fn fma(self, a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
     /// Lanes `4k .. 4k + 4` of a vector of group scales, each to the four stripes of its group.
-    fn spread(self, scales: Self::Floats, k: usize) -> Self::Floats;
-    /// [`crate::math::tree16`].
-    fn tree(self, x: Self::Floats) -> f32;
+    fn spread(self, scales: Self::Acc, k: usize) -> Self::Acc;
 }

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use crate::math::{LANES, PlainStripes, Stripes, load_lanes};
-use crate::quant::decode::{Bf16, ChunkDecoder, F16, Fp8};
+use crate::quant::decode::{Bf16, ChunkDecoder, F16, F32, Fp8};
 use crate::quant::{Format, MatrixRef};
 
 /// Weight rows `rows` times activation rows `x_rows`.
@@ -50,87 +50,56 @@ pub(super) trait Widen: Stripes {
 
 impl Widen for PlainStripes {}
 
-/// A stored row whose chunks of 16 columns are `N` bytes.
-trait Row<'a, const N: usize>: Copy {
-    fn new(w: MatrixRef<'a>, row: usize) -> Self;
-    fn bytes(self) -> &'a [u8];
-    fn widen<S: Widen>(self, s: S, bytes: &[u8; N], chunk: usize) -> S::Acc;
+/// Floats of one format; a chunk of 16 columns is `N` bytes.
+trait Stored<const N: usize> {
+    /// Chunk number `chunk` of a row.
+    fn widen<S: Widen>(s: S, bytes: &[u8; N], scales: &[f32], chunk: usize) -> S::Acc;
 }
 
-#[derive(Clone, Copy)]
-struct F32Row<'a>(&'a [u8]);
-#[derive(Clone, Copy)]
-struct F16Row<'a>(&'a [u8]);
-#[derive(Clone, Copy)]
-struct Bf16Row<'a>(&'a [u8]);
-#[derive(Clone, Copy)]
-struct Fp8Row<'a>(&'a [u8], &'a [f32]);
+struct StoredF32;
+struct StoredF16;
+struct StoredBf16;
+struct StoredFp8;
 
-impl<'a> Row<'a, 64> for F32Row<'a> {
+impl Stored<64> for StoredF32 {
     #[inline(always)]
-    fn new(w: MatrixRef<'a>, row: usize) -> Self {
-        Self(w.row_weights(row))
-    }
-
-    #[inline(always)]
-    fn bytes(self) -> &'a [u8] {
-        self.0
-    }
-
-    #[inline(always)]
-    fn widen<S: Widen>(self, s: S, bytes: &[u8; 64], _chunk: usize) -> S::Acc {
-        s.load(&crate::quant::decode::F32.decode(bytes, 0))
+    fn widen<S: Widen>(s: S, bytes: &[u8; 64], _scales: &[f32], _chunk: usize) -> S::Acc {
+        s.load(&F32.decode(bytes, 0))
     }
 }
 
-impl<'a> Row<'a, 32> for F16Row<'a> {
+impl Stored<32> for StoredF16 {
     #[inline(always)]
-    fn new(w: MatrixRef<'a>, row: usize) -> Self {
-        Self(w.row_weights(row))
-    }
-
-    #[inline(always)]
-    fn bytes(self) -> &'a [u8] {
-        self.0
-    }
-
-    #[inline(always)]
-    fn widen<S: Widen>(self, s: S, bytes: &[u8; 32], _chunk: usize) -> S::Acc {
+    fn widen<S: Widen>(s: S, bytes: &[u8; 32], _scales: &[f32], _chunk: usize) -> S::Acc {
         s.f16(bytes)
     }
 }
 
-impl<'a> Row<'a, 32> for Bf16Row<'a> {
+impl Stored<32> for StoredBf16 {
     #[inline(always)]
-    fn new(w: MatrixRef<'a>, row: usize) -> Self {
-        Self(w.row_weights(row))
-    }
-
-    #[inline(always)]
-    fn bytes(self) -> &'a [u8] {
-        self.0
-    }
-
-    #[inline(always)]
-    fn widen<S: Widen>(self, s: S, bytes: &[u8; 32], _chunk: usize) -> S::Acc {
+    fn widen<S: Widen>(s: S, bytes: &[u8; 32], _scales: &[f32], _chunk: usize) -> S::Acc {
         s.bf16(bytes)
     }
 }
 
-impl<'a> Row<'a, 16> for Fp8Row<'a> {
+impl Stored<16> for StoredFp8 {
+    #[inline(always)]
+    fn widen<S: Widen>(s: S, bytes: &[u8; 16], scales: &[f32], chunk: usize) -> S::Acc {
+        s.mul(s.e4m3(bytes), s.splat(scales[chunk / FP8_CHUNKS]))
+    }
+}
+
+/// A stored row.
+#[derive(Clone, Copy)]
+struct Row<'a> {
+    bytes: &'a [u8],
+    scales: &'a [f32],
+}
+
+impl<'a> Row<'a> {
     #[inline(always)]
     fn new(w: MatrixRef<'a>, row: usize) -> Self {
-        Self(w.row_weights(row), w.row_scales(row))
-    }
-
-    #[inline(always)]
-    fn bytes(self) -> &'a [u8] {
-        self.0
-    }
-
-    #[inline(always)]
-    fn widen<S: Widen>(self, s: S, bytes: &[u8; 16], chunk: usize) -> S::Acc {
-        s.mul(s.e4m3(bytes), s.splat(self.1[chunk / FP8_CHUNKS]))
+        Self { bytes: w.row_weights(row), scales: w.row_scales(row) }
     }
 }
 
@@ -142,21 +111,21 @@ pub(super) fn float<S: Widen, const R: usize, const C: usize, const ONE: usize>(
     task: FloatTask<'_, '_>,
 ) {
     match task.w.format {
-        Format::F32 => by_count::<S, F32Row<'_>, 64, R, C, ONE>(s, task),
-        Format::F16 => by_count::<S, F16Row<'_>, 32, R, C, ONE>(s, task),
-        Format::Bf16 => by_count::<S, Bf16Row<'_>, 32, R, C, ONE>(s, task),
-        Format::Fp8Block => by_count::<S, Fp8Row<'_>, 16, R, C, ONE>(s, task),
+        Format::F32 => by_count::<S, StoredF32, 64, R, C, ONE>(s, task),
+        Format::F16 => by_count::<S, StoredF16, 32, R, C, ONE>(s, task),
+        Format::Bf16 => by_count::<S, StoredBf16, 32, R, C, ONE>(s, task),
+        Format::Fp8Block => by_count::<S, StoredFp8, 16, R, C, ONE>(s, task),
         _ => unreachable!("integer formats take int8 activations"),
     }
 }
 
 #[inline(always)]
-fn by_count<'a, S, W, const N: usize, const R: usize, const C: usize, const ONE: usize>(
+fn by_count<S, W, const N: usize, const R: usize, const C: usize, const ONE: usize>(
     s: S,
-    task: FloatTask<'a, '_>,
+    task: FloatTask<'_, '_>,
 ) where
     S: Widen,
-    W: Row<'a, N>,
+    W: Stored<N>,
 {
     let FloatTask { w, rows, x, x_rows, outs } = task;
     if x_rows.len() == 1 {
@@ -170,19 +139,19 @@ fn by_count<'a, S, W, const N: usize, const R: usize, const C: usize, const ONE:
 
 /// The last tiles may repeat a row; it is written once or twice with the same value.
 #[inline(always)]
-fn all_tiles<'a, S, W, const N: usize, const R: usize, const C: usize>(s: S, task: FloatTask<'a, '_>)
+fn all_tiles<S, W, const N: usize, const R: usize, const C: usize>(s: S, task: FloatTask<'_, '_>)
 where
     S: Widen,
-    W: Row<'a, N>,
+    W: Stored<N>,
 {
     let FloatTask { w, rows, x, x_rows, outs } = task;
     let (first, last) = (rows.start, rows.end.saturating_sub(1));
     for start in rows.step_by(R) {
         let mut index = [last; R];
-        let mut tile_rows = [W::new(w, start); R];
+        let mut tile_rows = [Row::new(w, start); R];
         for r in 0..R {
             index[r] = last.min(start + r);
-            tile_rows[r] = W::new(w, index[r]);
+            tile_rows[r] = Row::new(w, index[r]);
         }
         for (x_rows, outs) in x_rows.chunks(C).zip(outs.chunks_mut(C)) {
             let mut x_tile = [&x[..0]; C];
@@ -202,14 +171,14 @@ where
 
 /// `R × C` dot products side by side.
 #[inline(always)]
-fn tile<'a, S, W, const N: usize, const R: usize, const C: usize>(
+fn tile<S, W, const N: usize, const R: usize, const C: usize>(
     s: S,
-    w: [W; R],
+    w: [Row<'_>; R],
     x: [&[f32]; C],
 ) -> [[f32; C]; R]
 where
     S: Widen,
-    W: Row<'a, N>,
+    W: Stored<N>,
 {
     let (x_first, x_tail) = x[0].as_chunks::<LANES>();
     let chunks = x_first.len();
@@ -219,13 +188,13 @@ where
     }
     let mut w_chunks: [&[[u8; N]]; R] = [&[]; R];
     for r in 0..R {
-        w_chunks[r] = &w[r].bytes().as_chunks::<N>().0[..chunks];
+        w_chunks[r] = &w[r].bytes.as_chunks::<N>().0[..chunks];
     }
     let mut acc = [[s.zero(); C]; R];
     for k in 0..chunks {
         let mut weights = [s.zero(); R];
         for r in 0..R {
-            weights[r] = w[r].widen(s, &w_chunks[r][k], k);
+            weights[r] = W::widen(s, &w_chunks[r][k], w[r].scales, k);
         }
         for c in 0..C {
             let x = s.load(&x_chunks[c][k]);
@@ -237,9 +206,9 @@ where
     if !x_tail.is_empty() {
         for r in 0..R {
             let mut bytes = [0; N];
-            let rest = &w[r].bytes()[chunks * N..];
+            let rest = &w[r].bytes[chunks * N..];
             bytes[..rest.len()].copy_from_slice(rest);
-            let weights = w[r].widen(s, &bytes, chunks);
+            let weights = W::widen(s, &bytes, w[r].scales, chunks);
             for c in 0..C {
                 let x = s.load(&load_lanes(&x[c][chunks * LANES..]));
                 acc[r][c] = s.mul_add(weights, x, acc[r][c]);

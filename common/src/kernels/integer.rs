@@ -428,7 +428,7 @@ fn tile<E: Engine, W: Source, const GROUPED: bool, const R: usize, const C: usiz
 #[inline(always)]
 fn trees<E: Engine, const C: usize>(
     e: E,
-    acc: &[[E::Floats; 2]; C],
+    acc: &[[E::Acc; 2]; C],
     r: usize,
     rows: usize,
     dots: &mut [[f32; 4]; 4],
@@ -469,8 +469,8 @@ fn single<E: Engine, W: Source, const C: usize>(
     x: &[XRow<'_>; C],
     q: usize,
     k: usize,
-    scales: &[[E::Floats; 2]; C],
-    acc: &mut [[E::Floats; 2]; C],
+    scales: &[[E::Acc; 2]; C],
+    acc: &mut [[E::Acc; 2]; C],
 ) {
     let codes = w.quad(e, q);
     if C > 0 {
@@ -495,8 +495,8 @@ fn pair<E: Engine, W: Source, const C: usize>(
     x: &[XRow<'_>; C],
     q: usize,
     k: usize,
-    scales: &[[E::Floats; 2]; C],
-    acc: &mut [[E::Floats; 2]; C],
+    scales: &[[E::Acc; 2]; C],
+    acc: &mut [[E::Acc; 2]; C],
 ) {
     let codes = [w[0].quad(e, q), w[1].quad(e, q)];
     if C > 0 {
@@ -520,9 +520,9 @@ fn two<E: Engine, W: Source>(
     codes: &[[E::Codes; 4]; 2],
     x: &XQuad,
     k: usize,
-    scales: [E::Floats; 2],
-    acc: [E::Floats; 2],
-) -> [E::Floats; 2] {
+    scales: [E::Acc; 2],
+    acc: [E::Acc; 2],
+) -> [E::Acc; 2] {
     [
         column::<E, W>(e, &codes[0], x, k, scales[0], acc[0]),
         column::<E, W>(e, &codes[1], x, k, scales[1], acc[1]),
@@ -536,14 +536,14 @@ fn column<E: Engine, W: Source>(
     codes: &[E::Codes; 4],
     x: &XQuad,
     k: usize,
-    scales: E::Floats,
-    acc: E::Floats,
-) -> E::Floats {
+    scales: E::Acc,
+    acc: E::Acc,
+) -> E::Acc {
     let sums = e.add(W::BYTES, codes[0], &x.values[0], e.begin(&x.offsets));
     let sums = e.add(W::BYTES, codes[1], &x.values[1], sums);
     let sums = e.add(W::BYTES, codes[2], &x.values[2], sums);
     let sums = e.add(W::BYTES, codes[3], &x.values[3], sums);
-    e.fma(e.finish(W::BYTES, sums, &x.offsets), e.spread(scales, k), acc)
+    e.mul_add(e.finish(W::BYTES, sums, &x.offsets), e.spread(scales, k), acc)
 }
 
 /// Nibble rows whose groups are no multiples of 64 columns: a stripe is 8 neighbouring columns, the stripes of
@@ -573,13 +573,13 @@ fn split_groups<E: Engine>(e: E, task: IntTask<'_, '_>, group: usize) {
 /// The scales of a row's stripes of 8 columns, times those of the activations.
 trait SplitScales: Copy {
     /// Those of the given half of quad `q`'s groups.
-    fn products<E: Engine>(self, e: E, q: usize, half: usize, x_scales: &[[f32; LANES]]) -> E::Floats;
+    fn products<E: Engine>(self, e: E, q: usize, half: usize, x_scales: &[[f32; LANES]]) -> E::Acc;
 }
 
 /// As [`StripeScales`] gives them.
 impl SplitScales for &[[[f32; LANES]; 2]] {
     #[inline(always)]
-    fn products<E: Engine>(self, e: E, q: usize, half: usize, x_scales: &[[f32; LANES]]) -> E::Floats {
+    fn products<E: Engine>(self, e: E, q: usize, half: usize, x_scales: &[[f32; LANES]]) -> E::Acc {
         e.mul(e.load(&self[q][half]), e.spread(e.load(&x_scales[q / BLOCK_QUADS]), q % BLOCK_QUADS))
     }
 }
@@ -587,7 +587,7 @@ impl SplitScales for &[[[f32; LANES]; 2]] {
 /// As [`HalfScales`] gives them.
 impl SplitScales for [&[[f32; LANES]]; 2] {
     #[inline(always)]
-    fn products<E: Engine>(self, e: E, q: usize, half: usize, x_scales: &[[f32; LANES]]) -> E::Floats {
+    fn products<E: Engine>(self, e: E, q: usize, half: usize, x_scales: &[[f32; LANES]]) -> E::Acc {
         let block = q / BLOCK_QUADS;
         e.spread(e.mul(e.load(&self[half][block]), e.load(&x_scales[block])), q % BLOCK_QUADS)
     }
@@ -607,8 +607,8 @@ fn split_dot<E: Engine>(e: E, w: &impl Source, w_scales: impl SplitScales, x: XR
             let sums = e.add(false, codes[high], x_high, e.add(false, codes[low], x_low, e.begin(&none)));
             let eights = e.add(false, eight, x_high, e.add(false, eight, x_low, e.begin(&none)));
             // The codes are 8 more than the values; both sums are small integers.
-            let sums = e.fma(e.finish(false, eights, &none), minus, e.finish(false, sums, &none));
-            acc = e.fma(sums, w_scales.products(e, q, half, x.scales), acc);
+            let sums = e.mul_add(e.finish(false, eights, &none), minus, e.finish(false, sums, &none));
+            acc = e.mul_add(sums, w_scales.products(e, q, half, x.scales), acc);
         }
     }
     e.tree(acc)

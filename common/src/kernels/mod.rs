@@ -219,22 +219,10 @@ impl Kernels {
         matmul::matmul(self.ops, w, x, x_rows, out, threads)
     }
 
-    /// Dot product under rule N3 (16 stripes, pairwise tree).
+    /// `out[i] = silu(gate[i]) · up[i]`.
     ///
     /// # Panics
     /// When lengths differ (as all operations on slices below).
-    pub fn dot(self, a: &[f32], b: &[f32]) -> f32 {
-        let mut out = 0.0;
-        self.ops.float(FloatOp::Dot { a, b, out: &mut out });
-        out
-    }
-
-    /// `y[i] = fma(a, x[i], y[i])`.
-    pub fn axpy(self, a: f32, x: &[f32], y: &mut [f32]) {
-        self.ops.float(FloatOp::Axpy { a, x, y });
-    }
-
-    /// `out[i] = silu(gate[i]) · up[i]`.
     pub fn silu_mul(self, gate: &[f32], up: &[f32], out: &mut [f32]) {
         self.ops.float(FloatOp::SiluMul { gate, up, out });
     }

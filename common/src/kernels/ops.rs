@@ -1,9 +1,10 @@
-//! What an instruction set has to implement: integer matrices, float matrices, and the float operations of [`crate::math`].
+//! What an instruction set has to implement: integer matrices, float matrices, and the float operations of
+//! [`crate::math`].
 
 use super::attention::AttentionOp;
-use super::float::FloatTask;
+use super::float::{FloatTask, Widen};
 use super::integer::IntTask;
-use crate::math::{self, Stripes, dot_body};
+use crate::math;
 
 /// Kernels of one instruction set; every implementation gives the same bits as [`super::portable`].
 pub(super) trait Ops: std::fmt::Debug + Sync {
@@ -20,10 +21,6 @@ pub(super) trait Ops: std::fmt::Debug + Sync {
 /// A float operation. One enum, so that an instruction set needs one instance of [`FloatOp::run`].
 #[derive(Debug)]
 pub(super) enum FloatOp<'a> {
-    /// `out = a · b`.
-    Dot { a: &'a [f32], b: &'a [f32], out: &'a mut f32 },
-    /// `y = fma(a, x, y)`.
-    Axpy { a: f32, x: &'a [f32], y: &'a mut [f32] },
     /// `out = silu(gate) ⊙ up`.
     SiluMul { gate: &'a [f32], up: &'a [f32], out: &'a mut [f32] },
     /// In-place sigmoid.
@@ -51,10 +48,8 @@ pub(super) enum FloatOp<'a> {
 impl FloatOp<'_> {
     /// Runs the operation with the instructions enabled where this is inlined.
     #[inline(always)]
-    pub(super) fn run<S: Stripes>(self, s: S) {
+    pub(super) fn run<S: Widen>(self, s: S) {
         match self {
-            FloatOp::Dot { a, b, out } => *out = dot_body(s, a, b),
-            FloatOp::Axpy { a, x, y } => math::axpy_body(a, x, y),
             FloatOp::SiluMul { gate, up, out } => math::silu_mul_body(gate, up, out),
             FloatOp::Sigmoid { x } => math::sigmoid_body(x),
             FloatOp::Softmax { x } => math::softmax_body(s, x),

@@ -7,7 +7,7 @@ use super::engine::Engine;
 use super::float::{FloatTask, float};
 use super::integer::{IntTask, integer};
 use super::ops::{FloatOp, Ops};
-use crate::math::{LANES, PlainStripes, tree16};
+use crate::math::{LANES, PlainStripes};
 
 /// Compiled for the baseline of the target.
 #[derive(Clone, Copy, Debug)]
@@ -15,7 +15,7 @@ pub(super) struct Portable;
 
 impl Ops for Portable {
     fn integer(&self, task: IntTask<'_, '_>) {
-        integer::<_, 1, 1>(*self, task);
+        integer::<_, 1, 1>(PlainStripes, task);
     }
 
     fn float_matrix(&self, task: FloatTask<'_, '_>) {
@@ -27,10 +27,9 @@ impl Ops for Portable {
     }
 }
 
-impl Engine for Portable {
+impl Engine for PlainStripes {
     type Codes = [u8; 64];
     type Sums = [i32; LANES];
-    type Floats = [f32; LANES];
 
     #[inline(always)]
     fn int4(self, bytes: &[u8; 128]) -> [[u8; 64]; 4] {
@@ -125,44 +124,11 @@ impl Engine for Portable {
     }
 
     #[inline(always)]
-    fn splat(self, x: f32) -> [f32; LANES] {
-        [x; LANES]
-    }
-
-    #[inline(always)]
-    fn load(self, x: &[f32; LANES]) -> [f32; LANES] {
-        *x
-    }
-
-    #[inline(always)]
-    fn mul(self, a: [f32; LANES], b: [f32; LANES]) -> [f32; LANES] {
-        let mut product = a;
-        for (product, b) in product.iter_mut().zip(b) {
-            *product *= b;
-        }
-        product
-    }
-
-    #[inline(always)]
-    fn fma(self, a: [f32; LANES], b: [f32; LANES], c: [f32; LANES]) -> [f32; LANES] {
-        let mut sum = c;
-        for i in 0..LANES {
-            sum[i] = a[i].mul_add(b[i], sum[i]);
-        }
-        sum
-    }
-
-    #[inline(always)]
     fn spread(self, scales: [f32; LANES], k: usize) -> [f32; LANES] {
         let mut spread = [0.0; LANES];
         for (lanes, scale) in spread.as_chunks_mut::<4>().0.iter_mut().zip(&scales[4 * k..]) {
             *lanes = [*scale; 4];
         }
         spread
-    }
-
-    #[inline(always)]
-    fn tree(self, x: [f32; LANES]) -> f32 {
-        tree16(&x)
     }
 }

@@ -19,7 +19,7 @@ pub use exp::{exp, exp_f64, sigmoid, silu};
 pub(crate) use exp::{ln_f64, sigmoid_body, silu_mul_body};
 pub use norm::{layer_norm, rms_norm, softmax};
 pub(crate) use norm::{layer_norm_body, rms_norm_body, softmax_body};
-pub(crate) use reduce::{LANES, PlainStripes, Stripes, axpy_body, dot_body, load_lanes, tree16};
+pub(crate) use reduce::{LANES, PlainStripes, Stripes, dot_body, load_lanes, tree16};
 pub use rope::{Rope, RopeAngles};
 pub use select::{argmax, largest, top_k};
 pub use weights::{MASS_STEPS, Masses};

@@ -20,7 +20,10 @@ pub(crate) trait Stripes: Copy {
     fn zero(self) -> Self::Acc;
 
     /// `fma(a[i], b[i], acc[i])` for every stripe.
-    fn fma(self, a: &[f32; LANES], b: &[f32; LANES], acc: Self::Acc) -> Self::Acc;
+    #[inline(always)]
+    fn fma(self, a: &[f32; LANES], b: &[f32; LANES], acc: Self::Acc) -> Self::Acc {
+        self.mul_add(self.load(a), self.load(b), acc)
+    }
 
     /// [`tree16`].
     fn tree(self, acc: Self::Acc) -> f32;
@@ -63,14 +66,6 @@ impl Stripes for PlainStripes {
     #[inline(always)]
     fn zero(self) -> Self::Acc {
         [0.0; LANES]
-    }
-
-    #[inline(always)]
-    fn fma(self, a: &[f32; LANES], b: &[f32; LANES], mut acc: Self::Acc) -> Self::Acc {
-        for i in 0..LANES {
-            acc[i] = a[i].mul_add(b[i], acc[i]);
-        }
-        acc
     }
 
     #[inline(always)]
@@ -118,8 +113,11 @@ impl Stripes for PlainStripes {
     }
 
     #[inline(always)]
-    fn mul_add(self, a: Self::Acc, b: Self::Acc, acc: Self::Acc) -> Self::Acc {
-        self.fma(&a, &b, acc)
+    fn mul_add(self, a: Self::Acc, b: Self::Acc, mut acc: Self::Acc) -> Self::Acc {
+        for i in 0..LANES {
+            acc[i] = a[i].mul_add(b[i], acc[i]);
+        }
+        acc
     }
 
     #[inline(always)]
@@ -182,15 +180,6 @@ pub(super) fn sum_body<S: Stripes>(stripes: S, x: &[f32]) -> f32 {
         acc = stripes.fma(&load_lanes(tail), &[1.0; LANES], acc);
     }
     stripes.tree(acc)
-}
-
-/// `y[i] = fma(a, x[i], y[i])`.
-#[inline(always)]
-pub(crate) fn axpy_body(a: f32, x: &[f32], y: &mut [f32]) {
-    assert_eq!(x.len(), y.len(), "axpy takes rows of one length");
-    for (y, &x) in y.iter_mut().zip(x) {
-        *y = a.mul_add(x, *y);
-    }
 }
 
 #[cfg(test)]
