@@ -24,12 +24,8 @@ pub fn memory() -> Memory {
 
 fn memory_below(root: &Path) -> Memory {
     let meminfo = std::fs::read_to_string(root.join("proc/meminfo")).unwrap_or_default();
-    let field = |name: &str| {
-        let line = meminfo.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':'))?;
-        line.trim().trim_end_matches("kB").trim().parse::<u64>().ok()?.checked_mul(1024)
-    };
-    let total = field("MemTotal").unwrap_or(0);
-    let available = field("MemAvailable").unwrap_or(total);
+    let total = field_bytes(&meminfo, "MemTotal").unwrap_or(0);
+    let available = field_bytes(&meminfo, "MemAvailable").unwrap_or(total);
     let mut memory = Memory { total_bytes: total, available_bytes: available, cgroup_limit_bytes: None };
     for (limit, used) in cgroup_limits(root) {
         if limit < memory.total_bytes {
@@ -43,9 +39,13 @@ fn memory_below(root: &Path) -> Memory {
 
 /// Bytes of this process that are in RAM; `None` where the system does not say.
 pub fn resident_bytes() -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
-    line.trim().trim_end_matches("kB").trim().parse::<u64>().ok()?.checked_mul(1024)
+    field_bytes(&std::fs::read_to_string("/proc/self/status").ok()?, "VmRSS")
+}
+
+/// The value of a line `name:  number kB`.
+fn field_bytes(text: &str, name: &str) -> Option<u64> {
+    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    value.trim().trim_end_matches("kB").trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
 /// Share of the last ten seconds in which every task stalled for memory, in per cent: of this process's

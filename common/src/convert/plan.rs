@@ -17,10 +17,8 @@ use crate::container::safetensors::Dtype;
 use crate::container::tensors::{Part, expert_name, parse_expert_name};
 use crate::container::write::{TensorHeader, header_json};
 use crate::experts::{ExpertId, ExpertMatrix, ExpertSpec, MatrixSpec};
+use crate::io::BLOCK_BYTES;
 use crate::quant::Format;
-
-/// Direct reads begin and end on multiples of this.
-const BLOCK_BYTES: u64 = 4096;
 
 /// The kinds of output files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -216,7 +214,7 @@ fn order(
     is_scales: bool,
     experts: &BTreeMap<ExpertId, [MatrixSpec; 3]>,
 ) -> Order {
-    let odd = |bytes: u64| !bytes.is_multiple_of(BLOCK_BYTES);
+    let odd = |bytes: u64| !bytes.is_multiple_of(BLOCK_BYTES as u64);
     if let Some((expert, matrix)) = expert_of(&tensor.name)
         && let Some(&[down, gate, up]) = experts.get(&expert)
     {

@@ -47,7 +47,8 @@ use std::time::Duration;
 pub use behind::{Behind, Trail};
 pub use file::{ReadAt, SharedFile};
 pub use op::Ticket;
-pub use os::forget;
+pub(crate) use os::BLOCK_BYTES;
+pub use os::{forget, forget_file};
 pub use stats::{ClassStats, DiskStats, IoStats};
 
 use self::file::Bounce;

@@ -7,7 +7,7 @@ use std::path::Path;
 
 /// Direct reads have offset, length and memory on multiples of this. Devices with smaller blocks take
 /// it too; one with larger blocks fails the probe and is read through the page cache.
-pub(super) const BLOCK_BYTES: usize = 4096;
+pub(crate) const BLOCK_BYTES: usize = 4096;
 
 /// Opens `path` for reads past the page cache; `None` where the system or the file system has none.
 pub(super) fn open_direct(path: &Path) -> Option<File> {
@@ -79,7 +79,14 @@ pub fn forget(file: &File, offset: u64, len: u64) {
     let _ = (file, offset, len);
 }
 
-/// Which device a file lies on, and how long it is.
+/// As [`forget`], for a whole file; one that cannot be opened is left alone.
+pub fn forget_file(path: &Path) {
+    if let Ok(file) = File::open(path) {
+        forget(&file, 0, file.metadata().map_or(0, |meta| meta.len()));
+    }
+}
+
+/// Which device a file lies on.
 pub(super) fn device(meta: &std::fs::Metadata) -> u64 {
     #[cfg(unix)]
     return std::os::unix::fs::MetadataExt::dev(meta);

@@ -13,12 +13,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use memmap2::MmapMut;
 
+use super::HUGE_PAGE_BYTES;
 use super::extents::Extents;
 
 /// Pieces start on and are rounded up to multiples of this.
 const PAGE_BYTES: usize = 4096;
-/// The arena starts on a multiple of this: the huge pages of x86-64 and of ARM with 4 KiB pages.
-const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// Memory lent out in pieces. Clones lend from the same memory.
 #[derive(Clone)]
@@ -121,16 +120,21 @@ impl Arena {
         self.inner.extents().free()
     }
 
+    /// Bytes that a piece of `len` bytes takes from an arena; `None` beyond the address space.
+    pub fn extent_of(len: usize) -> Option<usize> {
+        len.checked_next_multiple_of(PAGE_BYTES)
+    }
+
     /// Lends `len` bytes of arbitrary content from the smallest free extent that holds them.
     pub fn take(&self, len: usize) -> Option<ArenaBuf> {
-        let rounded = len.checked_next_multiple_of(PAGE_BYTES)?;
+        let rounded = Self::extent_of(len)?;
         let offset = self.inner.extents().take(rounded)?;
         Some(ArenaBuf { inner: Arc::clone(&self.inner), offset, len })
     }
 
     /// As [`Arena::take`], at `offset`.
     pub fn take_at(&self, offset: usize, len: usize) -> Option<ArenaBuf> {
-        let rounded = len.checked_next_multiple_of(PAGE_BYTES)?;
+        let rounded = Self::extent_of(len)?;
         let taken = offset.is_multiple_of(PAGE_BYTES) && self.inner.extents().take_at(offset, rounded);
         taken.then(|| ArenaBuf { inner: Arc::clone(&self.inner), offset, len })
     }

@@ -21,7 +21,7 @@ pub struct AlignedBuf {
 /// Buffers at least this long ask for huge pages.
 const HUGE_PAGE_THRESHOLD_BYTES: usize = 4 << 20;
 
-/// The usual size of a huge page.
+/// The huge pages of x86-64 and of ARM with 4 KiB pages.
 pub(crate) const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 impl AlignedBuf {

@@ -6,6 +6,7 @@ use crate::container::safetensors::Dtype;
 use crate::container::tensors::{ExpertLayer, Need, Part, TensorShape, Want, expert_name, required};
 use crate::container::write::TensorHeader;
 use crate::experts::{ExpertMatrix, MatrixSpec};
+use crate::io::BLOCK_BYTES;
 use crate::quant::Format;
 
 use super::SynthOptions;
@@ -57,9 +58,6 @@ impl Unit {
         self.pieces.iter().map(Piece::bytes).fold(0, u64::saturating_add)
     }
 }
-
-/// What direct reads are made of.
-const BLOCK_BYTES: u64 = 4096;
 
 /// The output projection of the attention is damped: averaging over positions keeps what all tokens have in
 /// common and cancels the rest, and at full strength every layer would add to it.
@@ -117,7 +115,7 @@ fn shards(prefix: &str, units: Vec<Unit>, limit: u64) -> Vec<OutputFile> {
         let experts = group.iter().filter(|unit| unit.is_expert).map(|unit| unit.pieces.len()).sum();
         let mut pieces: Vec<Piece> = group.into_iter().flat_map(|unit| unit.pieces).collect();
         pieces[experts..].sort_by_key(|piece| {
-            (!piece.bytes().is_multiple_of(BLOCK_BYTES), piece.header.dtype != Dtype::F32)
+            (!piece.bytes().is_multiple_of(BLOCK_BYTES as u64), piece.header.dtype != Dtype::F32)
         });
         OutputFile { name: format!("{prefix}{number:05}.safetensors"), pieces }
     };

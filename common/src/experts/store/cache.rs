@@ -6,7 +6,8 @@
 //!
 //! Three kinds of reads want slots. *Demands* of calls take any slot nobody computes, those of guessed
 //! experts last, and those of pinned ones only for a call that holds nothing and found no other. *Guesses*
-//! and *pins* never take a pinned or guessed one, and a demand that finds no room calls them off. A demand for an expert that is being read as a guess makes the read a demand.
+//! and *pins* never take a pinned or guessed one, and a demand that finds no room calls them off. A demand
+//! for an expert that is being read as a guess makes the read a demand.
 //! Which slot goes first is the policy's order ([`EvictionPolicy`]), where it lies is `room`'s.
 //!
 //! One mutex guards the table; it is never held during a read or a computation. Locks are taken in the
@@ -456,7 +457,7 @@ impl Table {
         let exact = {
             let ordinary = self.policy.candidates().filter(|id| self.is_ordinary(id));
             let mut extents = ordinary.filter_map(|id| Some((id, self.unused(&id)?.1)));
-            let need = bytes.next_multiple_of(4096);
+            let need = Arena::extent_of(bytes)?;
             extents.by_ref().take(EXACT_FIT_SLACK).find(|&(_, extent)| extent == need)
         };
         if let Some((victim, _)) = exact {

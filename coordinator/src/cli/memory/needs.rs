@@ -1,7 +1,7 @@
 //! What a model needs besides its expert records, from headers alone.
 //!
 //! Everything here is an upper bound of what the loaded program takes, a few per cent above it: the test
-//! under a memory limit (`coordinator/tests/ram.rs`) holds the sums against the kernel's own count.
+//! under a memory limit (`tests/tests/ram.rs`) holds the sums against the kernel's own count.
 
 use shimmer_common::container::Container;
 use shimmer_common::container::config::{GlmConfig, IndexerMode, ModelConfig, OlmoeConfig};
