@@ -82,11 +82,13 @@ fn together(threads: usize, work: impl Fn(usize) + Sync) -> f64 {
     seconds.max(1e-9)
 }
 
-/// How many bytes of the mapping that holds `buffer` lie on huge pages; `None` where the system does not tell.
-pub fn huge_bytes(buffer: &[u8]) -> Option<u64> {
-    huge_bytes_in(&std::fs::read_to_string("/proc/self/smaps").ok()?, buffer.as_ptr() as u64)
+/// The part of `buffer` that lies on huge pages; `None` where the system does not tell.
+pub fn huge_share(buffer: &[u8]) -> Option<f64> {
+    let bytes = huge_bytes_in(&std::fs::read_to_string("/proc/self/smaps").ok()?, buffer.as_ptr() as u64)?;
+    Some((bytes as f64 / buffer.len() as f64).min(1.0))
 }
 
+/// How many bytes of the mapping that holds `address` lie on huge pages.
 fn huge_bytes_in(smaps: &str, address: u64) -> Option<u64> {
     let holds = |line: &str| {
         let (begin, end) = line.split_once(' ')?.0.split_once('-')?;

@@ -12,9 +12,8 @@ use shimmer_common::container::TokenBytes;
 use shimmer_common::experts::StoreStats;
 use shimmer_common::math;
 use shimmer_common::size::Size;
-use shimmer_common::synth::random_ids;
 
-use super::session::{self, Limits, Subject};
+use super::session::{self, Limits, RunArgs, Subject};
 use super::stats::{Spread, percent};
 use crate::cli::error::CliError;
 use crate::cli::interrupt::Interrupt;
@@ -43,21 +42,8 @@ pub struct DecodeArgs {
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = parse_positive)]
     tokens: usize,
 
-    /// Measured runs
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = parse_positive)]
-    runs: usize,
-
-    /// Load anew for every run, from the disk
-    #[arg(long)]
-    cold: bool,
-
-    /// Seed of the token ids
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    seed: u64,
-
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    repeats: RunArgs,
 }
 
 /// Prompt of the warm-up where every expert fits: enough that nearly all of them are asked for.
@@ -132,40 +118,20 @@ impl Run {
 pub fn run(args: &DecodeArgs) -> Result<(), CliError> {
     let interrupt = Interrupt::install();
     let bench = Bench { args, interrupt: &interrupt };
-    let mut runs = Vec::new();
-    let mut subject = None;
-    if !args.cold {
-        let loaded = bench.load()?;
-        bench.warm_up(&loaded)?;
-        subject = Some(loaded);
-    }
-    let mut facts = None;
-    for run in 0..args.runs {
-        // A cold run gets a fresh store, and the old one's memory back first.
-        let loaded = match subject.take() {
-            Some(loaded) => loaded,
-            None => {
-                session::forget(&args.model.model);
-                bench.load()?
-            }
-        };
-        let limits = Limits::measure(&loaded, run as u64)?;
-        if args.cold {
-            session::forget(&args.model.model);
+    let (dirs, repeats) = (&args.model.model, &args.repeats);
+    let measure = |subject: &Subject, run: usize| {
+        let limits = Limits::measure(subject, run as u64)?;
+        if repeats.cold {
+            session::forget(dirs);
         }
-        let measured = bench.run(&loaded, run as u64, limits)?;
-        output::note(&format!(
-            "run {} of {}: {:.1} ms per token",
-            run + 1,
-            args.runs,
-            measured.ms_per_token()
-        ));
-        runs.push(measured);
-        facts = Some(Facts::of(&loaded));
-        subject = (!args.cold).then_some(loaded);
-    }
-    let facts = facts.ok_or_else(|| CliError::Usage("--runs must be at least 1".into()))?;
-    report(args, &facts, &runs)
+        let measured = bench.run(subject, run as u64, limits)?;
+        let ms = measured.ms_per_token();
+        output::note(&format!("run {} of {}: {ms:.1} ms per token", run + 1, repeats.runs));
+        Ok(measured)
+    };
+    let (runs, subject) =
+        repeats.repeat(dirs, &interrupt, || bench.load(), |subject| bench.warm_up(subject), measure)?;
+    report(args, &Facts::of(&subject), &runs)
 }
 
 /// What does not change from run to run.
@@ -218,7 +184,7 @@ impl Bench<'_> {
     fn warm_up(&self, subject: &Subject) -> Result<(), CliError> {
         if session::all_resident(subject) {
             let limit = subject.model.info().max_positions;
-            let ids = random_ids(subject.model.info().vocab_size, WARM_UP_TOKENS.min(limit), self.args.seed);
+            let ids = self.args.repeats.ids(subject.model.info().vocab_size, WARM_UP_TOKENS.min(limit), 0);
             let chunk = subject.memory.step_rows;
             subject.pool.install(|| {
                 let mut seq = subject.model.new_sequence(false);
@@ -256,8 +222,7 @@ impl Bench<'_> {
     /// The prompt and the measured tokens; every run has its own ids.
     fn steps(&self, subject: &Subject, run: u64) -> Result<Steps, CliError> {
         let (prompt, tokens) = (self.args.prompt_tokens, self.args.tokens);
-        let seed = self.args.seed.wrapping_add(run.wrapping_mul(0x9e37_79b9));
-        let ids = random_ids(subject.model.info().vocab_size, prompt + tokens, seed);
+        let ids = self.args.repeats.ids(subject.model.info().vocab_size, prompt + tokens, run);
         let (prompt, ids) = ids.split_at(prompt);
         subject.pool.install(|| match &subject.text {
             Some(text) => {
@@ -361,11 +326,11 @@ fn report(args: &DecodeArgs, facts: &Facts, runs: &[Run]) -> Result<(), CliError
     let disk_share = all(&|r| Some(r.bytes_read as f64 / r.seconds / r.limits.disk_bytes_per_s?));
     let over_limit = all(&|r| r.over_limit(token));
     let over_disk_or_compute = all(&|r| r.over_disk_or_compute(token));
-    if args.json {
+    if args.repeats.json {
         return output::emit_json(&json!({
             "isa": facts.isa,
             "threads": facts.threads,
-            "cold": args.cold,
+            "cold": args.repeats.cold,
             "prompt_tokens": args.prompt_tokens,
             "tokens": args.tokens,
             "expert_ram_bytes": facts.expert_ram_bytes,

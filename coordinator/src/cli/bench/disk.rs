@@ -1,6 +1,5 @@
 //! `shimmer bench disk`: reads of expert size, by engine, page cache and depth.
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc;
@@ -121,20 +120,7 @@ impl Reads {
 
     /// Drops the files from the page cache, so far as the system lets us.
     fn forget(&self) {
-        for path in &self.paths {
-            if let Ok(file) = File::open(path) {
-                io::forget(&file, 0, file.metadata().map_or(0, |meta| meta.len()));
-            }
-        }
-    }
-}
-
-/// A buffer the engine can fill.
-struct Buffer(AlignedBuf);
-
-impl AsMut<[u8]> for Buffer {
-    fn as_mut(&mut self) -> &mut [u8] {
-        &mut self.0
+        self.paths.iter().for_each(|path| io::forget_file(path));
     }
 }
 
@@ -153,9 +139,9 @@ fn timed(reads: &Reads, options: IoOptions, order: &[usize], limit: u64) -> Resu
     reads.forget();
     let engine = IoEngine::start(options);
     let (sender, receiver) = mpsc::channel();
-    let submit = |buf: Buffer, segments: Vec<Segment>| {
+    let submit = |buf: AlignedBuf, segments: Vec<Segment>| {
         let sender = sender.clone();
-        let done = Box::new(move |buf: Buffer, result: Result<(), ReadError>| {
+        let done = Box::new(move |buf: AlignedBuf, result: Result<(), ReadError>| {
             // The receiver outlives every read, or nobody waits any more.
             let _ = sender.send((buf, result));
         });
@@ -167,8 +153,7 @@ fn timed(reads: &Reads, options: IoOptions, order: &[usize], limit: u64) -> Resu
     let lost = |_| CliError::Failed("the reading threads have stopped".into());
     let mut free = Vec::new();
     for _ in 0..WINDOW {
-        let buffer = memory_buffer(reads.buffer_bytes).map_err(|e| CliError::io("cannot allocate", &e))?;
-        free.push(Buffer(buffer));
+        free.push(memory_buffer(reads.buffer_bytes).map_err(|e| CliError::io("cannot allocate", &e))?);
     }
     // The first read opens files and starts threads; it does not count.
     if let Some(buffer) = free.pop() {

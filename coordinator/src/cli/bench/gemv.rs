@@ -15,9 +15,9 @@ use shimmer_common::quant::MatrixRef;
 use shimmer_common::size::Size;
 use shimmer_common::synth::{fill_matrix, random_values};
 
-use super::rates::{self, cache_bytes, thread_counts};
+use super::rates::{self, check_size, thread_counts};
 use super::stats::{Spread, percent};
-use crate::cli::bandwidth::{huge_bytes, read_rate};
+use crate::cli::bandwidth::{huge_share, read_rate};
 use crate::cli::error::CliError;
 use crate::cli::interrupt::Interrupt;
 use crate::cli::model_args::{IsaChoice, parse_positive};
@@ -161,13 +161,8 @@ pub fn run(args: &GemvArgs) -> Result<(), CliError> {
     let interrupt = Interrupt::install();
     let kernels = args.isa.kernels()?;
     let isa = kernels.isa();
-    let probe = Probe::new(isa)
-        .ok_or_else(|| CliError::Usage(format!("this CPU does not support {isa}; use --isa auto")))?;
-    let least = 4 * cache_bytes();
-    if args.size.0 < least {
-        let what = format!("--size {} is too small for the caches; give at least {}", args.size, Size(least));
-        return Err(CliError::Usage(what));
-    }
+    let probe = rates::probe(isa)?;
+    check_size(args.size)?;
     let mut lines = Vec::new();
     for shape in &args.shapes {
         for format in &args.formats {
@@ -218,7 +213,6 @@ impl Bench<'_> {
             }
         }
         let bytes = self.matrices.bytes() as f64;
-        let buffer = &self.matrices.buffer;
         Line {
             spec,
             rows: self.rows,
@@ -229,7 +223,7 @@ impl Bench<'_> {
             int8_share: Spread::of(seconds.iter().zip(&int8s).map(|(s, int8)| macs / s / int8)),
             read_bytes_per_s: Spread::of(reads),
             int8_macs_per_s: Spread::of(int8s),
-            huge: huge_bytes(buffer).map(|bytes| (bytes as f64 / buffer.len() as f64).min(1.0)),
+            huge: huge_share(&self.matrices.buffer),
         }
     }
 

@@ -2,14 +2,13 @@
 
 use clap::Args;
 use serde_json::{Value, json};
-use shimmer_common::kernels::Probe;
 use shimmer_common::machine;
 use shimmer_common::mem::AlignedBuf;
 use shimmer_common::size::Size;
 
-use super::rates::{cache_bytes, thread_counts};
+use super::rates::{check_size, probe, thread_counts};
 use super::stats::{Spread, percent};
-use crate::cli::bandwidth::{huge_bytes, mac_rate, memory_buffer, read_rate};
+use crate::cli::bandwidth::{huge_share, mac_rate, memory_buffer, read_rate};
 use crate::cli::error::CliError;
 use crate::cli::interrupt::Interrupt;
 use crate::cli::model_args::{IsaChoice, parse_positive};
@@ -66,17 +65,8 @@ struct Limits {
 pub fn run(args: &MemArgs) -> Result<(), CliError> {
     let interrupt = Interrupt::install();
     let isa = args.isa.kernels()?.isa();
-    let probe = Probe::new(isa)
-        .ok_or_else(|| CliError::Usage(format!("this CPU does not support {isa}; use --isa auto")))?;
-    let cache = cache_bytes();
-    if args.size.0 < 4 * cache {
-        return Err(CliError::Usage(format!(
-            "--size {} is too small: the last-level cache has {}, give at least {}",
-            args.size,
-            Size(cache),
-            Size(4 * cache)
-        )));
-    }
+    let probe = probe(isa)?;
+    check_size(args.size)?;
     let buffer = buffer(args.size.0)?;
     let rounds = match isa {
         shimmer_common::kernels::Isa::Portable => PORTABLE_MAC_ROUNDS,
@@ -103,8 +93,7 @@ pub fn run(args: &MemArgs) -> Result<(), CliError> {
             }
         }
     }
-    let huge = huge_bytes(&buffer).map(|bytes| (bytes as f64 / buffer.len() as f64).min(1.0));
-    report(args, &limits, huge, &isa.to_string())
+    report(args, &limits, huge_share(&buffer), &isa.to_string())
 }
 
 /// Memory of the size asked for, if the machine has it.

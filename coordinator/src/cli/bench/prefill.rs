@@ -9,10 +9,9 @@ use shimmer_common::container::config::ModelConfig;
 use shimmer_common::container::{Container, Part, TensorShape};
 use shimmer_common::kernels::Probe;
 use shimmer_common::size::Size;
-use shimmer_common::synth::random_ids;
 
 use super::rates;
-use super::session::{self, Subject};
+use super::session::{self, RunArgs, Subject};
 use super::stats::{Spread, percent};
 use crate::cli::error::CliError;
 use crate::cli::interrupt::Interrupt;
@@ -36,21 +35,8 @@ pub struct PrefillArgs {
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = parse_positive)]
     tokens: usize,
 
-    /// Measured runs
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = parse_positive)]
-    runs: usize,
-
-    /// Load anew for every run, from the disk
-    #[arg(long)]
-    cold: bool,
-
-    /// Seed of the token ids
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    seed: u64,
-
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    repeats: RunArgs,
 }
 
 /// One measured run.
@@ -95,47 +81,27 @@ pub fn run(args: &PrefillArgs) -> Result<(), CliError> {
     let mut model_args = args.model.clone();
     // Drafting is no part of this.
     model_args.limits.draft.0 = DraftPolicy::Off;
-    let load = || session::load(&model_args, args.tokens);
-    let mut subject = None;
-    if !args.cold {
-        let loaded = load()?;
-        prompt(args, &loaded, u64::MAX)?;
-        subject = Some(loaded);
-    }
-    let mut runs = Vec::new();
-    let mut facts = None;
-    for number in 0..args.runs {
-        if interrupt.requested() {
-            return Err(CliError::Interrupted);
+    let (dirs, repeats) = (&args.model.model, &args.repeats);
+    let measure = |subject: &Subject, number: usize| {
+        if repeats.cold {
+            session::forget(dirs);
         }
-        let loaded = match subject.take() {
-            Some(loaded) => loaded,
-            None => {
-                session::forget(&args.model.model);
-                load()?
-            }
-        };
-        if args.cold {
-            session::forget(&args.model.model);
-        }
-        let run = prompt(args, &loaded, number as u64)?;
-        output::note(&format!("run {} of {}: {:.2} s", number + 1, args.runs, run.seconds));
-        runs.push(run);
-        facts = Some((macs_per_token(&loaded.container), loaded.pool.current_num_threads(), loaded.isa));
-        subject = (!args.cold).then_some(loaded);
-    }
-    let Some((macs, threads, isa)) = facts else {
-        return Err(CliError::Usage("--runs must be at least 1".into()));
+        let run = prompt(args, subject, number as u64)?;
+        output::note(&format!("run {} of {}: {:.2} s", number + 1, repeats.runs, run.seconds));
+        Ok(run)
     };
-    report(args, &runs, macs, threads, &isa.to_string())
+    let load = || session::load(&model_args, args.tokens);
+    let warm_up = |subject: &Subject| prompt(args, subject, u64::MAX).map(drop);
+    let (runs, subject) = repeats.repeat(dirs, &interrupt, load, warm_up, measure)?;
+    let threads = subject.pool.current_num_threads();
+    report(args, &runs, macs_per_token(&subject.container), threads, &subject.isa.to_string())
 }
 
 /// Processes one prompt in a fresh sequence.
 fn prompt(args: &PrefillArgs, subject: &Subject, run: u64) -> Result<Run, CliError> {
     let threads = subject.pool.current_num_threads();
     let int8 = Probe::new(subject.isa).map_or(0.0, |probe| rates::int8(probe, threads));
-    let seed = args.seed.wrapping_add(run.wrapping_mul(0x9e37_79b9));
-    let ids = random_ids(subject.model.info().vocab_size, args.tokens, seed);
+    let ids = args.repeats.ids(subject.model.info().vocab_size, args.tokens, run);
     let before = session::counters(subject);
     let seconds = subject.pool.install(|| {
         let mut seq = subject.model.new_sequence(false);
@@ -167,11 +133,11 @@ fn report(args: &PrefillArgs, runs: &[Run], macs: u64, threads: usize, isa: &str
     let bytes = all(&|r| r.bytes_read as f64 / chunks as f64);
     let peak = all(&|r| r.int8_peak_macs_per_s);
     let wait = all(&|r| r.wait_ms);
-    if args.json {
+    if args.repeats.json {
         return output::emit_json(&json!({
             "isa": isa,
             "threads": threads,
-            "cold": args.cold,
+            "cold": args.repeats.cold,
             "tokens": args.tokens,
             "chunks": chunks,
             "macs_per_token": macs,

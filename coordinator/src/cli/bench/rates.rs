@@ -3,11 +3,13 @@
 use std::path::Path;
 
 use shimmer_common::io::{Caching, IoMode, IoOptions};
-use shimmer_common::kernels::Probe;
+use shimmer_common::kernels::{Isa, Probe};
 use shimmer_common::machine;
+use shimmer_common::size::Size;
 
 use super::disk::{Reads, timed_reads};
 use crate::cli::bandwidth::{best_probe, mac_rate, memory_buffer, read_rate};
+use crate::cli::error::CliError;
 
 /// What memory is measured with beside a model: far beyond the caches, small beside the model.
 const BUFFER_BYTES: usize = 256 << 20;
@@ -26,7 +28,7 @@ pub fn thread_counts(wish: &[usize]) -> Vec<usize> {
 }
 
 /// Bytes of the last-level cache; 32 MiB where the system does not tell.
-pub fn cache_bytes() -> u64 {
+fn cache_bytes() -> u64 {
     const UNKNOWN: u64 = 32 << 20;
     let caches = (0..8).filter_map(|i| {
         let path = format!("/sys/devices/system/cpu/cpu0/cache/index{i}/size");
@@ -38,6 +40,30 @@ pub fn cache_bytes() -> u64 {
         number.parse::<u64>().ok()?.checked_mul(factor)
     });
     caches.max().unwrap_or(UNKNOWN)
+}
+
+/// The measuring loops of `isa`.
+///
+/// # Errors
+/// [`CliError::Usage`] when this CPU lacks it.
+pub fn probe(isa: Isa) -> Result<Probe, CliError> {
+    let lacking = || CliError::Usage(format!("this CPU does not support {isa}; use --isa auto"));
+    Probe::new(isa).ok_or_else(lacking)
+}
+
+/// Refuses a `--size` that the caches could hold a good part of.
+///
+/// # Errors
+/// [`CliError::Usage`] with the least size.
+pub fn check_size(size: Size) -> Result<(), CliError> {
+    let cache = cache_bytes();
+    let least = Size(cache.saturating_mul(4));
+    if size.0 >= least.0 {
+        return Ok(());
+    }
+    let cache = Size(cache);
+    let what = format!("--size {size} is too small: the last-level cache has {cache}, give at least {least}");
+    Err(CliError::Usage(what))
 }
 
 /// Bytes per second that `threads` threads read from memory; `None` when there is none to measure with.

@@ -3,20 +3,91 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use clap::Args;
 use serde::Serialize;
 use shimmer_common::experts::StoreStats;
 use shimmer_common::io;
+use shimmer_common::synth::random_ids;
 
 use super::disk::Reads;
 use super::rates;
 use crate::cli::error::CliError;
-use crate::cli::model_args::{ModelArgs, UsageArg};
+use crate::cli::interrupt::Interrupt;
+use crate::cli::model_args::{ModelArgs, UsageArg, parse_positive};
 use crate::cli::open::{self, Loaded};
 use crate::decode::DraftPolicy;
 use crate::text::TextModel;
 
 /// A model, its text side where drafts need one.
 pub type Subject = Loaded<Option<Arc<TextModel>>>;
+
+/// How often a model is measured, and from which state.
+#[derive(Args, Clone, Debug)]
+pub struct RunArgs {
+    /// Measured runs
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = parse_positive)]
+    pub runs: usize,
+
+    /// Load anew for every run, from the disk
+    #[arg(long)]
+    pub cold: bool,
+
+    /// Seed of the token ids
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub seed: u64,
+
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+impl RunArgs {
+    /// Random token ids, others for every run.
+    pub fn ids(&self, vocab_size: usize, count: usize, run: u64) -> Vec<u32> {
+        random_ids(vocab_size, count, self.seed.wrapping_add(run.wrapping_mul(0x9e37_79b9)))
+    }
+
+    /// Measures as often as asked for: one loaded model after `warm_up`, or with `--cold` a model loaded anew
+    /// each time, its files in `dirs` forgotten and the one before it gone. The last model comes back too.
+    ///
+    /// # Errors
+    /// Those of the parts; [`CliError::Interrupted`].
+    pub fn repeat<R>(
+        &self,
+        dirs: &[PathBuf],
+        interrupt: &Interrupt,
+        load: impl Fn() -> Result<Subject, CliError>,
+        warm_up: impl Fn(&Subject) -> Result<(), CliError>,
+        mut measure: impl FnMut(&Subject, usize) -> Result<R, CliError>,
+    ) -> Result<(Vec<R>, Subject), CliError> {
+        let mut results = Vec::new();
+        let mut subject = None;
+        for run in 0..self.runs {
+            if interrupt.requested() {
+                return Err(CliError::Interrupted);
+            }
+            let loaded = match subject.take() {
+                Some(loaded) if !self.cold => loaded,
+                old => {
+                    // A cold run gets the old one's memory back first.
+                    drop(old);
+                    if self.cold {
+                        forget(dirs);
+                    }
+                    let loaded = load()?;
+                    if !self.cold {
+                        warm_up(&loaded)?;
+                    }
+                    loaded
+                }
+            };
+            results.push(measure(&loaded, run)?);
+            subject = Some(loaded);
+        }
+        let subject = subject.ok_or_else(|| CliError::Usage("--runs must be at least 1".into()))?;
+        Ok((results, subject))
+    }
+}
 
 /// Loads the model of `args` for sequences of `tokens` tokens.
 ///
@@ -47,9 +118,7 @@ pub fn load(args: &ModelArgs, tokens: usize) -> Result<Subject, CliError> {
 pub fn forget(dirs: &[PathBuf]) {
     for dir in dirs {
         for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
-            if let Ok(file) = std::fs::File::open(entry.path()) {
-                io::forget(&file, 0, file.metadata().map_or(0, |meta| meta.len()));
-            }
+            io::forget_file(&entry.path());
         }
     }
 }
