@@ -96,6 +96,8 @@ struct Table {
     pins: HashSet<ExpertId>,
     /// As given.
     pin_order: Vec<ExpertId>,
+    /// A pinned expert was given up since the keeper was last woken.
+    pin_lost: bool,
     guesses: Guesses,
     /// Calls that wait for room, first come first served.
     queue: VecDeque<u64>,
@@ -148,6 +150,7 @@ impl Cache {
             policy,
             pins: HashSet::new(),
             pin_order: Vec::new(),
+            pin_lost: false,
             guesses: Guesses::default(),
             queue: VecDeque::new(),
             calls: 0,
@@ -222,12 +225,19 @@ impl Cache {
         drop(self.room.wait_timeout(table, ROOM_POLL).unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Says that a call let go of records, or has ended.
-    pub(super) fn released(&self, ended: Option<u64>) {
-        if let Some(call) = ended {
-            self.lock().queue.retain(|&waiting| waiting != call);
-        }
+    /// Says that a call let go of records.
+    pub(super) fn released(&self) {
         self.room.notify_all();
+    }
+
+    /// Says that a call has ended; true when a pinned expert had to give way and should come back.
+    pub(super) fn ended(&self, call: u64) -> bool {
+        let mut table = self.lock();
+        table.queue.retain(|&waiting| waiting != call);
+        let pin_lost = std::mem::take(&mut table.pin_lost);
+        drop(table);
+        self.room.notify_all();
+        pin_lost
     }
 
     /// The reads worth making for a guess; it replaces the one before for its layer.
@@ -528,6 +538,7 @@ impl Table {
     fn gone(&mut self, id: ExpertId) {
         self.policy.evicted(id);
         self.guesses.lost(id, true);
+        self.pin_lost |= self.pins.contains(&id);
         self.evictions += 1;
     }
 

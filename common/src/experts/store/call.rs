@@ -81,7 +81,7 @@ impl<'a> Call<'a> {
         self.job.compute(&batch)?;
         self.core.counters.computed(batch.len());
         drop(batch);
-        self.core.cache.released(None);
+        self.core.cache.released();
         Ok(())
     }
 
@@ -139,6 +139,8 @@ impl<'a> Call<'a> {
 impl Drop for Call<'_> {
     fn drop(&mut self) {
         self.ready.clear();
-        self.core.cache.released(Some(self.number));
+        if self.core.cache.ended(self.number) {
+            self.core.signal.wake();
+        }
     }
 }

@@ -58,6 +58,8 @@ fn read(core: &Core, experts: &[(ExpertId, usize)]) -> Result<(), ExpertError> {
             }
         }
     }
-    core.cache.released(Some(call));
+    if core.cache.ended(call) {
+        core.signal.wake();
+    }
     first_error.map_or(Ok(()), |(_, error)| Err(error))
 }

@@ -175,6 +175,7 @@ impl LocalStore {
     /// Memory beyond it goes back to the system at once, or as soon as its records are computed.
     pub fn set_ram_limit(&self, bytes: usize) {
         self.core.cache.set_limit(bytes.max(self.core.source.layout().max_record_bytes()));
+        self.core.signal.wake();
     }
 
     /// The RAM budget now, in bytes.

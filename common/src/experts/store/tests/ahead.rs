@@ -114,6 +114,25 @@ fn a_demand_takes_the_room_of_guesses_and_guesses_never_that_of_pins() {
 }
 
 #[test]
+fn a_pin_that_gave_way_comes_back_without_being_asked_for() {
+    let (source, disk, store) = gated(2);
+    disk.open();
+    store.set_pins(&[id(1, 2)]);
+    eventually("the pin", || store.core.cache.is_resident(id(1, 2)));
+    // One record fits, so that a call has no room but the pin's.
+    store.set_ram_limit(1);
+    for _ in 0..20 {
+        eventually("the pin", || store.core.cache.is_resident(id(1, 2)));
+        // Its keeper has nothing to wait for now, and must be told.
+        std::thread::sleep(Duration::from_millis(1));
+        let evictions = store.stats().evictions;
+        let batch = one(2, &[7]);
+        assert_eq!(store.compute(&batch, &mut || {}).unwrap(), reference(&source, &batch));
+        assert!(store.stats().evictions > evictions, "the pin had no need to give way");
+    }
+}
+
+#[test]
 fn pins_come_by_themselves_and_a_broken_one_is_given_up() {
     let source = source();
     source.broken.lock().unwrap().insert(id(1, 1));
