@@ -82,6 +82,11 @@ impl Arranged {
         Self { row_quads, quads, scales: padded }
     }
 
+    /// Bytes of a row's values.
+    pub(super) fn row_bytes(&self) -> usize {
+        self.row_quads * size_of::<XQuad>()
+    }
+
     /// Row `row`.
     #[inline(always)]
     pub(super) fn row(&self, row: usize) -> XRow<'_> {

@@ -13,6 +13,10 @@ use crate::math::{LANES, Stripes, tree16};
 #[derive(Clone, Copy, Debug)]
 struct Avx512(());
 
+/// A cache line.
+#[repr(align(64))]
+struct Line(#[expect(dead_code, reason = "only its alignment matters")] [u8; 64]);
+
 /// The AVX-512 kernels, if the CPU supports them.
 pub(super) fn detect() -> Option<&'static dyn Ops> {
     static OPS: Avx512 = Avx512(());
@@ -29,6 +33,9 @@ impl Ops for Avx512 {
     fn integer(&self, task: IntTask<'_, '_>) {
         #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma")]
         fn with_avx512(engine: Avx512, task: IntTask<'_, '_>) {
+            // With something of that alignment on it the stack holds vectors that find no register at addresses
+            // they can be loaded from in one piece.
+            std::hint::black_box(&mut Line([0; 64]));
             integer::<_, 4, 4>(engine, task);
         }
         // SAFETY: `self` exists only after `detect` saw every feature.
@@ -38,7 +45,7 @@ impl Ops for Avx512 {
     fn float_matrix(&self, task: FloatTask<'_, '_>) {
         #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma")]
         fn with_avx512(stripes: Avx512, task: FloatTask<'_, '_>) {
-            float::<_, 4, 4, 4>(stripes, task);
+            float::<_, 4, 4, 2>(stripes, task);
         }
         // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { with_avx512(*self, task) }
@@ -228,6 +235,24 @@ impl Engine for Avx512 {
     fn add(self, _bytes: bool, codes: __m512i, x: &[i8; 64], sums: __m512i) -> __m512i {
         // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { _mm512_dpbusd_epi32(sums, codes, load(x)) }
+    }
+
+    /// In two chains, since a sum waits longer for its instruction than instructions for each other.
+    #[inline(always)]
+    fn add_quad(
+        self,
+        bytes: bool,
+        codes: &[__m512i; 4],
+        x: &[[i8; 64]; 4],
+        offsets: &[i32; LANES],
+    ) -> __m512i {
+        let first = self.add(bytes, codes[1], &x[1], self.add(bytes, codes[0], &x[0], self.begin(offsets)));
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe {
+            let none = _mm512_setzero_si512();
+            let second = self.add(bytes, codes[3], &x[3], self.add(bytes, codes[2], &x[2], none));
+            _mm512_add_epi32(first, second)
+        }
     }
 
     #[inline(always)]

@@ -31,6 +31,20 @@ pub(super) trait Engine: Stripes {
     fn begin(self, offsets: &[i32; LANES]) -> Self::Sums;
     /// Adds 64 products; at most four times.
     fn add(self, bytes: bool, codes: Self::Codes, x: &[i8; 64], sums: Self::Sums) -> Self::Sums;
+    /// The sums of a whole quad.
+    #[inline(always)]
+    fn add_quad(
+        self,
+        bytes: bool,
+        codes: &[Self::Codes; 4],
+        x: &[[i8; 64]; 4],
+        offsets: &[i32; LANES],
+    ) -> Self::Sums {
+        let sums = self.add(bytes, codes[0], &x[0], self.begin(offsets));
+        let sums = self.add(bytes, codes[1], &x[1], sums);
+        let sums = self.add(bytes, codes[2], &x[2], sums);
+        self.add(bytes, codes[3], &x[3], sums)
+    }
     /// The exact stripe sums of values (not codes) as floats.
     fn finish(self, bytes: bool, sums: Self::Sums, offsets: &[i32; LANES]) -> Self::Acc;
 

@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use super::prefetch;
 use crate::math::{LANES, PlainStripes, Stripes, load_lanes};
 use crate::quant::decode::{Bf16, ChunkDecoder, F16, F32, Fp8};
 use crate::quant::{Format, MatrixRef};
@@ -146,6 +147,7 @@ where
 {
     let FloatTask { w, rows, x, x_rows, outs } = task;
     let (first, last) = (rows.start, rows.end.saturating_sub(1));
+    let ahead = prefetch::tiles_ahead(R * w.format.row_bytes(w.cols));
     for start in rows.step_by(R) {
         let mut index = [last; R];
         let mut tile_rows = [Row::new(w, start); R];
@@ -159,7 +161,7 @@ where
                 let row = x_rows[c.min(x_rows.len() - 1)];
                 *x_tile = &x[row * w.cols..(row + 1) * w.cols];
             }
-            let dots = tile::<S, W, N, R, C>(s, tile_rows, x_tile);
+            let dots = tile::<S, W, N, R, C>(s, tile_rows, x_tile, ahead);
             for (c, out) in outs.iter_mut().enumerate() {
                 for r in 0..R {
                     out[index[r] - first] = dots[r][c];
@@ -175,6 +177,7 @@ fn tile<S, W, const N: usize, const R: usize, const C: usize>(
     s: S,
     w: [Row<'_>; R],
     x: [&[f32]; C],
+    ahead: usize,
 ) -> [[f32; C]; R]
 where
     S: Widen,
@@ -194,6 +197,9 @@ where
     for k in 0..chunks {
         let mut weights = [s.zero(); R];
         for r in 0..R {
+            if (k * N).is_multiple_of(64) {
+                prefetch::displaced(std::ptr::from_ref(&w_chunks[r][k]), ahead);
+            }
             weights[r] = W::widen(s, &w_chunks[r][k], w[r].scales, k);
         }
         for c in 0..C {

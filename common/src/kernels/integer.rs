@@ -1,28 +1,30 @@
 //! The integer kernels (rule N2), written once over [`Engine`].
 //!
-//! A *tile* is the dot products of `R` weight rows with `C` activation rows: their accumulators stay in
-//! registers, every code fetched meets `C` rows and every activation fetched `R` rows. One activation row
-//! takes the weights as they are stored; more take rows that were unpacked once into a small buffer.
+//! A [`tile`] is the dot products of `R` weight rows with some activation rows: every code fetched meets all of
+//! these and every activation fetched `R` rows. One activation row takes the weights as they are stored, up to
+//! eight unpack them on the fly, more take rows that were unpacked once into a small buffer.
 
-use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::activations::GROUP;
-use super::arrange::{Arranged, QUAD, QUAD_GROUPS, XQuad, XRow};
+use super::arrange::{Arranged, QUAD, XRow};
 use super::engine::Engine;
+use super::prefetch::{AHEAD, tiles_ahead};
+use super::rows::{
+    CodeQuad, Int2, Int3, Int4, Int8, Packed, PackedRow, Source, StoredRows, TileRows, UnpackedRow,
+    unpack_row,
+};
 use super::scales::{GroupScales, HalfScales, StripeScales};
+use super::tile::{BLOCK_QUADS, tile};
 use crate::math::LANES;
 use crate::quant::{Format, MatrixRef};
-
-/// Quads whose scales fill one vector.
-const BLOCK_QUADS: usize = LANES / QUAD_GROUPS;
 
 /// Above this many activation rows weights are unpacked once per tile instead of once per four of them.
 const UNPACK_ABOVE: usize = 8;
 
-/// Activation rows that stay in the second cache while weight rows pass by; there are as many passes over the
-/// weights as blocks of this many rows.
-const X_BLOCK: usize = 64;
+/// Bytes of activation rows that stay in the second cache while weight rows pass by; there are as many passes
+/// over the weights as blocks of that size.
+const X_BLOCK_BYTES: usize = 512 << 10;
 
 /// Weight rows `rows` times activation rows `x_rows`.
 pub(super) struct IntTask<'a, 'o> {
@@ -36,127 +38,6 @@ pub(super) struct IntTask<'a, 'o> {
     pub(super) x_rows: &'a [usize],
     /// Per activation row, the results of `rows`.
     pub(super) outs: &'a mut [&'o mut [f32]],
-}
-
-/// Stored codes of one kind, `N` bytes per quad.
-trait Packed<const N: usize>: Copy {
-    /// Whether the codes are int8 (see [`Engine`]).
-    const BYTES: bool;
-
-    fn unpack<E: Engine>(e: E, bytes: &[u8; N]) -> [E::Codes; 4];
-}
-
-#[derive(Clone, Copy)]
-struct Int4;
-#[derive(Clone, Copy)]
-struct Int8;
-#[derive(Clone, Copy)]
-struct Int2;
-#[derive(Clone, Copy)]
-struct Int3;
-
-impl Packed<128> for Int4 {
-    const BYTES: bool = false;
-
-    #[inline(always)]
-    fn unpack<E: Engine>(e: E, bytes: &[u8; 128]) -> [E::Codes; 4] {
-        e.int4(bytes)
-    }
-}
-
-impl Packed<256> for Int8 {
-    const BYTES: bool = true;
-
-    #[inline(always)]
-    fn unpack<E: Engine>(e: E, bytes: &[u8; 256]) -> [E::Codes; 4] {
-        e.int8(bytes)
-    }
-}
-
-impl Packed<64> for Int2 {
-    const BYTES: bool = false;
-
-    #[inline(always)]
-    fn unpack<E: Engine>(e: E, bytes: &[u8; 64]) -> [E::Codes; 4] {
-        e.int2(bytes)
-    }
-}
-
-impl Packed<96> for Int3 {
-    const BYTES: bool = false;
-
-    #[inline(always)]
-    fn unpack<E: Engine>(e: E, bytes: &[u8; 96]) -> [E::Codes; 4] {
-        e.int3(bytes)
-    }
-}
-
-/// Where a tile finds the codes of a weight row.
-trait Source: Copy {
-    /// Whether the codes are int8.
-    const BYTES: bool;
-
-    /// Number of quads.
-    fn quads(&self) -> usize;
-
-    fn quad<E: Engine>(&self, e: E, q: usize) -> [E::Codes; 4];
-}
-
-/// A row as stored.
-#[derive(Clone, Copy)]
-struct PackedRow<'a, P, const N: usize> {
-    whole: &'a [[u8; N]],
-    /// The zero-padded rest.
-    tail: [u8; N],
-    code: PhantomData<P>,
-}
-
-impl<'a, P: Packed<N>, const N: usize> PackedRow<'a, P, N> {
-    #[inline(always)]
-    fn new(bytes: &'a [u8]) -> Self {
-        let (whole, rest) = bytes.as_chunks();
-        let mut tail = [0; N];
-        tail[..rest.len()].copy_from_slice(rest);
-        Self { whole, tail, code: PhantomData }
-    }
-}
-
-impl<P: Packed<N>, const N: usize> Source for PackedRow<'_, P, N> {
-    const BYTES: bool = P::BYTES;
-
-    #[inline(always)]
-    fn quad<E: Engine>(&self, e: E, q: usize) -> [E::Codes; 4] {
-        P::unpack(e, self.whole.get(q).unwrap_or(&self.tail))
-    }
-
-    #[inline(always)]
-    fn quads(&self) -> usize {
-        self.whole.len() + 1
-    }
-}
-
-/// One quad of unpacked codes.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct CodeQuad([[u8; 64]; 4]);
-
-/// A row unpacked before.
-#[derive(Clone, Copy)]
-struct UnpackedRow<'a, const BYTES: bool>(&'a [CodeQuad]);
-
-impl<const BYTES: bool> Source for UnpackedRow<'_, BYTES> {
-    const BYTES: bool = BYTES;
-
-    #[inline(always)]
-    fn quad<E: Engine>(&self, e: E, q: usize) -> [E::Codes; 4] {
-        let CodeQuad([a, b, c, d]) = &self.0[q];
-        [e.load_codes(a), e.load_codes(b), e.load_codes(c), e.load_codes(d)]
-    }
-
-    #[inline(always)]
-    fn quads(&self) -> usize {
-        self.0.len()
-    }
 }
 
 /// Computes a task with tiles of `R` weight rows and up to `C` (4 or 1) activation rows.
@@ -189,13 +70,14 @@ fn by_count<E, P, const N: usize, const BYTES: bool, const GROUPED: bool, const 
         return;
     }
     let IntTask { w, rows, x, x_rows, outs } = task;
-    for (x_rows, outs) in x_rows.chunks(X_BLOCK).zip(outs.chunks_mut(X_BLOCK)) {
+    let x_block = (X_BLOCK_BYTES / x.row_bytes().max(1)).next_multiple_of(C);
+    for (x_rows, outs) in x_rows.chunks(x_block).zip(outs.chunks_mut(x_block)) {
         let task = IntTask { w, rows: rows.clone(), x, x_rows, outs };
         if C == 1 || x_rows.len() > UNPACK_ABOVE {
             many_rows::<E, P, N, BYTES, GROUPED, R, C>(e, task);
-        } else {
-            few_rows::<E, P, N, GROUPED, R>(e, task);
+            continue;
         }
+        few_rows::<E, P, N, GROUPED, R>(e, task);
     }
 }
 
@@ -203,56 +85,54 @@ fn by_count<E, P, const N: usize, const BYTES: bool, const GROUPED: bool, const 
 #[inline(always)]
 fn one_row<E: Engine, P: Packed<N>, const N: usize, const GROUPED: bool>(e: E, task: IntTask<'_, '_>) {
     let IntTask { w, rows, x, x_rows, outs } = task;
+    let w = StoredRows::new(w);
     let mut scales = GroupScales::default();
+    let mut tail = [0; N];
     let x = [x.row(x_rows[0])];
     for (row, out) in rows.zip(outs[0].iter_mut()) {
-        let bytes = w.row_weights(row);
-        let codes = [PackedRow::<P, N>::new(bytes)];
-        let groups = [if GROUPED { scales.of_row(w, row) } else { &[] }];
+        let codes = [PackedRow::<P, N>::new(w.weights(row), AHEAD, &mut tail)];
+        let groups = [if GROUPED { scales.of_row(w.matrix, w.scales(row)) } else { &[] }];
         let [[dot]] = tile::<E, _, GROUPED, 1, 1>(e, &codes, groups, &x);
-        *out = if GROUPED { dot } else { dot * w.row_scales(row)[0] };
+        *out = if GROUPED { dot } else { dot * w.scales(row)[0] };
     }
 }
 
 /// A few activation rows: weights are unpacked in registers, for up to four at a time. (Unpacking the next tile
-/// or prefetching it meanwhile was measured to be slower.)
+/// meanwhile was measured to be slower.)
 #[inline(always)]
 fn few_rows<E: Engine, P: Packed<N>, const N: usize, const GROUPED: bool, const R: usize>(
     e: E,
     task: IntTask<'_, '_>,
 ) {
     let IntTask { w, rows, x, x_rows, outs } = task;
-    let mut tile_rows = TileRows::<R>::new(rows.clone());
-    for start in rows.step_by(R) {
-        tile_rows.set::<GROUPED>(w, start);
-        let mut codes = [PackedRow::<P, N>::new(&[]); R];
-        for (codes, row) in codes.iter_mut().zip(tile_rows.rows) {
-            *codes = PackedRow::new(w.row_weights(row));
+    let w = StoredRows::new(w);
+    let ahead = tiles_ahead(R * w.row_bytes);
+    let mut scales: [GroupScales; R] = std::array::from_fn(|_| GroupScales::default());
+    let mut tails = [[0; N]; R];
+    for start in rows.clone().step_by(R) {
+        let tile_rows = TileRows::<R>::new::<GROUPED>(w, &rows, start);
+        let groups = tile_rows.groups::<GROUPED>(w, &mut scales);
+        let mut codes = [PackedRow::<P, N>::EMPTY; R];
+        for ((codes, row), tail) in codes.iter_mut().zip(tile_rows.rows).zip(&mut tails) {
+            *codes = PackedRow::new(w.weights(row), ahead, tail);
         }
+        // At most four of eight are left by each.
         let mut done = 0;
         while done < x_rows.len() {
-            let groups = tile_rows.groups();
             let (x_rows, outs) = (&x_rows[done..], &mut outs[done..]);
-            done += match *x_rows {
-                [] => 0,
-                // One row more than blocks of 64.
-                [a] => {
-                    let dots = tile::<E, _, GROUPED, R, 2>(e, &codes, groups, &[x.row(a), x.row(a)]);
-                    tile_rows.write::<GROUPED, 2>(&dots, outs)
+            done += match x_rows.len() {
+                // One row: of more than a block.
+                1 | 2 => {
+                    let dots = tile::<E, _, GROUPED, R, 2>(e, &codes, groups, &repeated(x, x_rows));
+                    tile_rows.write::<GROUPED>(&dots, outs)
                 }
-                [a, b] => {
-                    let dots = tile::<E, _, GROUPED, R, 2>(e, &codes, groups, &[x.row(a), x.row(b)]);
-                    tile_rows.write::<GROUPED, 2>(&dots, outs)
+                3 | 5 | 6 => {
+                    let dots = tile::<E, _, GROUPED, R, 3>(e, &codes, groups, &repeated(x, x_rows));
+                    tile_rows.write::<GROUPED>(&dots, outs)
                 }
-                [a, b, c] | [a, b, c, _, _] | [a, b, c, _, _, _] => {
-                    let x = [x.row(a), x.row(b), x.row(c)];
-                    let dots = tile::<E, _, GROUPED, R, 3>(e, &codes, groups, &x);
-                    tile_rows.write::<GROUPED, 3>(&dots, outs)
-                }
-                [a, b, c, d, ..] => {
-                    let x = [x.row(a), x.row(b), x.row(c), x.row(d)];
-                    let dots = tile::<E, _, GROUPED, R, 4>(e, &codes, groups, &x);
-                    tile_rows.write::<GROUPED, 4>(&dots, outs)
+                _ => {
+                    let dots = tile::<E, _, GROUPED, R, 4>(e, &codes, groups, &repeated(x, x_rows));
+                    tile_rows.write::<GROUPED>(&dots, outs)
                 }
             };
         }
@@ -269,281 +149,37 @@ fn many_rows<E, P, const N: usize, const BYTES: bool, const GROUPED: bool, const
     P: Packed<N>,
 {
     let IntTask { w, rows, x, x_rows, outs } = task;
-    let row_quads = w.cols.div_ceil(QUAD);
+    let w = StoredRows::new(w);
+    let ahead = tiles_ahead(R * w.row_bytes);
+    let row_quads = w.matrix.cols.div_ceil(QUAD);
     let mut buffer = vec![CodeQuad([[0; 64]; 4]); R * row_quads];
-    let mut tile_rows = TileRows::<R>::new(rows.clone());
-    for start in rows.step_by(R) {
-        tile_rows.set::<GROUPED>(w, start);
+    let mut scales: [GroupScales; R] = std::array::from_fn(|_| GroupScales::default());
+    let mut tail = [0; N];
+    for start in rows.clone().step_by(R) {
+        let tile_rows = TileRows::<R>::new::<GROUPED>(w, &rows, start);
+        let groups = tile_rows.groups::<GROUPED>(w, &mut scales);
         let mut codes = [UnpackedRow::<BYTES>(&[]); R];
         for ((buffer, codes), row) in
             buffer.chunks_exact_mut(row_quads.max(1)).zip(&mut codes).zip(tile_rows.rows)
         {
-            unpack_row(e, &PackedRow::<P, N>::new(w.row_weights(row)), buffer);
+            unpack_row(e, PackedRow::<P, N>::new(w.weights(row), ahead, &mut tail), buffer);
             *codes = UnpackedRow(buffer);
         }
         for (x_rows, outs) in x_rows.chunks(C).zip(outs.chunks_mut(C)) {
-            // The last tile may repeat an activation row.
-            let mut rows = [x.row(x_rows[0]); C];
-            for (row, &index) in rows.iter_mut().zip(x_rows) {
-                *row = x.row(index);
-            }
-            let dots = tile::<E, _, GROUPED, R, C>(e, &codes, tile_rows.groups(), &rows);
-            tile_rows.write::<GROUPED, C>(&dots, outs);
+            let dots = tile::<E, _, GROUPED, R, C>(e, &codes, groups, &repeated(x, x_rows));
+            tile_rows.write::<GROUPED>(&dots, outs);
         }
     }
 }
 
-/// Unpacks a row into `out`.
+/// The first `C` rows `x_rows` of `x`, of which there is at least one; the last is repeated.
 #[inline(always)]
-fn unpack_row<E: Engine>(e: E, row: &impl Source, out: &mut [CodeQuad]) {
-    for (q, CodeQuad(out)) in out.iter_mut().enumerate() {
-        let [a, b, c, d] = row.quad(e, q);
-        e.store_codes(a, &mut out[0]);
-        e.store_codes(b, &mut out[1]);
-        e.store_codes(c, &mut out[2]);
-        e.store_codes(d, &mut out[3]);
+fn repeated<'a, const C: usize>(x: &'a Arranged, x_rows: &[usize]) -> [XRow<'a>; C] {
+    let mut rows = [x.row(x_rows[0]); C];
+    for (row, &index) in rows.iter_mut().zip(x_rows) {
+        *row = x.row(index);
     }
-}
-
-/// The weight rows of a tile; the last tile of a task may repeat its last row.
-struct TileRows<const R: usize> {
-    first: usize,
-    last: usize,
-    rows: [usize; R],
-    row_scales: [f32; R],
-    scales: [GroupScales; R],
-}
-
-impl<const R: usize> TileRows<R> {
-    fn new(rows: Range<usize>) -> Self {
-        Self {
-            first: rows.start,
-            last: rows.end.saturating_sub(1),
-            rows: [0; R],
-            row_scales: [1.0; R],
-            scales: std::array::from_fn(|_| GroupScales::default()),
-        }
-    }
-
-    /// The rows from `start` on.
-    #[inline(always)]
-    fn set<const GROUPED: bool>(&mut self, w: MatrixRef<'_>, start: usize) {
-        for r in 0..R {
-            self.rows[r] = self.last.min(start + r);
-            if GROUPED {
-                self.scales[r].load(w, self.rows[r]);
-            } else {
-                self.row_scales[r] = w.row_scales(self.rows[r])[0];
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn groups(&self) -> [&[[f32; LANES]]; R] {
-        let mut groups: [&[[f32; LANES]]; R] = [&[]; R];
-        for (groups, scales) in groups.iter_mut().zip(&self.scales) {
-            *groups = scales.loaded();
-        }
-        groups
-    }
-
-    /// Writes the results of a tile to the first of `outs` and returns how many activation rows it had; a
-    /// repeated weight row writes the same value again.
-    #[inline(always)]
-    fn write<const GROUPED: bool, const C: usize>(
-        &self,
-        dots: &[[f32; C]; R],
-        outs: &mut [&mut [f32]],
-    ) -> usize {
-        for (c, out) in outs.iter_mut().enumerate().take(C) {
-            for r in 0..R {
-                let dot = dots[r][c];
-                out[self.rows[r] - self.first] = if GROUPED { dot } else { dot * self.row_scales[r] };
-            }
-        }
-        C
-    }
-}
-
-/// Dot products of `R` (1 or 4) weight rows with `C` (at most 4) activation rows of one width; `w_scales` are
-/// the scales of 64 columns each, 16 at a time, where the weights have such.
-///
-/// Accumulators stay in registers only where every index is a constant before the optimiser unrolls loops;
-/// hence the calls written out here and below. Closures (`map` and the like) would be compiled without the
-/// instruction set.
-#[inline(always)]
-#[expect(clippy::needless_range_loop, reason = "several arrays are walked together")]
-fn tile<E: Engine, W: Source, const GROUPED: bool, const R: usize, const C: usize>(
-    e: E,
-    w: &[W; R],
-    w_scales: [&[[f32; LANES]]; R],
-    x: &[XRow<'_>; C],
-) -> [[f32; C]; R] {
-    let quads = x[0].quads.len();
-    let blocks = x[0].scales.len();
-    for x in x {
-        assert!(x.quads.len() == quads && x.scales.len() == blocks, "activation rows of one width");
-    }
-    for (w, w_scales) in w.iter().zip(w_scales) {
-        assert!(w.quads() >= quads && (!GROUPED || w_scales.len() >= blocks), "weights as wide");
-    }
-    let zero = e.splat(0.0);
-    let mut pairs = [[[zero; 2]; C]; 2];
-    for block in 0..blocks {
-        let mut scales = [[[zero; 2]; C]; 2];
-        for c in 0..C {
-            let x_scales = e.load(&x[c].scales[block]);
-            for r in 0..R {
-                scales[r / 2][c][r % 2] =
-                    if GROUPED { e.mul(e.load(&w_scales[r][block]), x_scales) } else { x_scales };
-            }
-        }
-        let first = block * BLOCK_QUADS;
-        let last = quads.min(first + BLOCK_QUADS);
-        for q in first..last {
-            let k = q - first;
-            if R == 1 {
-                single(e, &w[0], x, q, k, &scales[0], &mut pairs[0]);
-                continue;
-            }
-            pair(e, [&w[0], &w[1 % R]], x, q, k, &scales[0], &mut pairs[0]);
-            if R > 2 {
-                pair(e, [&w[2 % R], &w[3 % R]], x, q, k, &scales[1], &mut pairs[1]);
-            }
-        }
-    }
-    let mut dots = [[0.0; 4]; 4];
-    trees(e, &pairs[0], 0, R, &mut dots);
-    if R > 2 {
-        trees(e, &pairs[1], 2, R, &mut dots);
-    }
-    let mut out = [[0.0; C]; R];
-    for (out, dots) in out.iter_mut().zip(&dots) {
-        out.copy_from_slice(&dots[..C]);
-    }
-    out
-}
-
-/// Adds up the accumulators of weight rows `r` and `r + 1` of `rows`.
-#[inline(always)]
-fn trees<E: Engine, const C: usize>(
-    e: E,
-    acc: &[[E::Acc; 2]; C],
-    r: usize,
-    rows: usize,
-    dots: &mut [[f32; 4]; 4],
-) {
-    if C > 0 {
-        dots[r][0] = e.tree(acc[0][0]);
-    }
-    if C > 1 {
-        dots[r][1] = e.tree(acc[1 % C][0]);
-    }
-    if C > 2 {
-        dots[r][2] = e.tree(acc[2 % C][0]);
-    }
-    if C > 3 {
-        dots[r][3] = e.tree(acc[3 % C][0]);
-    }
-    if rows > 1 {
-        if C > 0 {
-            dots[r + 1][0] = e.tree(acc[0][1]);
-        }
-        if C > 1 {
-            dots[r + 1][1] = e.tree(acc[1 % C][1]);
-        }
-        if C > 2 {
-            dots[r + 1][2] = e.tree(acc[2 % C][1]);
-        }
-        if C > 3 {
-            dots[r + 1][3] = e.tree(acc[3 % C][1]);
-        }
-    }
-}
-
-/// Adds quad `q`, the `k`-th of its block, of one weight row to the accumulators.
-#[inline(always)]
-fn single<E: Engine, W: Source, const C: usize>(
-    e: E,
-    w: &W,
-    x: &[XRow<'_>; C],
-    q: usize,
-    k: usize,
-    scales: &[[E::Acc; 2]; C],
-    acc: &mut [[E::Acc; 2]; C],
-) {
-    let codes = w.quad(e, q);
-    if C > 0 {
-        acc[0][0] = column::<E, W>(e, &codes, &x[0].quads[q], k, scales[0][0], acc[0][0]);
-    }
-    if C > 1 {
-        acc[1 % C][0] = column::<E, W>(e, &codes, &x[1 % C].quads[q], k, scales[1 % C][0], acc[1 % C][0]);
-    }
-    if C > 2 {
-        acc[2 % C][0] = column::<E, W>(e, &codes, &x[2 % C].quads[q], k, scales[2 % C][0], acc[2 % C][0]);
-    }
-    if C > 3 {
-        acc[3 % C][0] = column::<E, W>(e, &codes, &x[3 % C].quads[q], k, scales[3 % C][0], acc[3 % C][0]);
-    }
-}
-
-/// As [`single`] for two weight rows.
-#[inline(always)]
-fn pair<E: Engine, W: Source, const C: usize>(
-    e: E,
-    w: [&W; 2],
-    x: &[XRow<'_>; C],
-    q: usize,
-    k: usize,
-    scales: &[[E::Acc; 2]; C],
-    acc: &mut [[E::Acc; 2]; C],
-) {
-    let codes = [w[0].quad(e, q), w[1].quad(e, q)];
-    if C > 0 {
-        acc[0] = two::<E, W>(e, &codes, &x[0].quads[q], k, scales[0], acc[0]);
-    }
-    if C > 1 {
-        acc[1 % C] = two::<E, W>(e, &codes, &x[1 % C].quads[q], k, scales[1 % C], acc[1 % C]);
-    }
-    if C > 2 {
-        acc[2 % C] = two::<E, W>(e, &codes, &x[2 % C].quads[q], k, scales[2 % C], acc[2 % C]);
-    }
-    if C > 3 {
-        acc[3 % C] = two::<E, W>(e, &codes, &x[3 % C].quads[q], k, scales[3 % C], acc[3 % C]);
-    }
-}
-
-/// Two weight rows and one activation row.
-#[inline(always)]
-fn two<E: Engine, W: Source>(
-    e: E,
-    codes: &[[E::Codes; 4]; 2],
-    x: &XQuad,
-    k: usize,
-    scales: [E::Acc; 2],
-    acc: [E::Acc; 2],
-) -> [E::Acc; 2] {
-    [
-        column::<E, W>(e, &codes[0], x, k, scales[0], acc[0]),
-        column::<E, W>(e, &codes[1], x, k, scales[1], acc[1]),
-    ]
-}
-
-/// One weight row and one activation row: the exact sums, times the scales, onto the accumulators.
-#[inline(always)]
-fn column<E: Engine, W: Source>(
-    e: E,
-    codes: &[E::Codes; 4],
-    x: &XQuad,
-    k: usize,
-    scales: E::Acc,
-    acc: E::Acc,
-) -> E::Acc {
-    let sums = e.add(W::BYTES, codes[0], &x.values[0], e.begin(&x.offsets));
-    let sums = e.add(W::BYTES, codes[1], &x.values[1], sums);
-    let sums = e.add(W::BYTES, codes[2], &x.values[2], sums);
-    let sums = e.add(W::BYTES, codes[3], &x.values[3], sums);
-    e.mul_add(e.finish(W::BYTES, sums, &x.offsets), e.spread(scales, k), acc)
+    rows
 }
 
 /// Nibble rows whose groups are no multiples of 64 columns: a stripe is 8 neighbouring columns, the stripes of
@@ -554,8 +190,9 @@ fn split_groups<E: Engine>(e: E, task: IntTask<'_, '_>, group: usize) {
     let first = rows.start;
     let mut stripe_scales = StripeScales::default();
     let mut half_scales = HalfScales::default();
+    let mut tail = [0; 128];
     for row in rows {
-        let codes = PackedRow::<Int4, 128>::new(w.row_weights(row));
+        let codes = PackedRow::<Int4, 128>::new(w.row_weights(row), AHEAD, &mut tail);
         if group.is_multiple_of(GROUP / 2) {
             let scales = half_scales.of_row(w.row_scales(row), group, w.cols);
             for (&x_row, out) in x_rows.iter().zip(outs.iter_mut()) {

@@ -49,8 +49,12 @@ mod matmul;
 mod ops;
 mod portable;
 #[allow(unsafe_code)]
+mod prefetch;
+#[allow(unsafe_code)]
 mod probe;
+mod rows;
 mod scales;
+mod tile;
 
 use std::str::FromStr;
 use std::sync::OnceLock;

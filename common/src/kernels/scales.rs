@@ -12,36 +12,30 @@ pub(super) struct GroupScales {
 }
 
 impl GroupScales {
-    /// The scales of a row whose groups are 64 columns or a multiple of that; beyond the row they are zero.
+    /// The scales of a row of `w` whose groups are 64 columns or a multiple of that; beyond the row they are
+    /// zero.
     #[inline(always)]
-    pub(super) fn of_row<'a>(&'a mut self, w: MatrixRef<'a>, row: usize) -> &'a [[f32; LANES]] {
-        let scales = w.row_scales(row);
+    pub(super) fn of_row<'a>(&'a mut self, w: MatrixRef<'_>, scales: &'a [f32]) -> &'a [[f32; LANES]] {
         if let (GROUP, (whole, [])) = (columns_per_scale(w.format), scales.as_chunks()) {
             return whole;
         }
-        self.load(w, row);
+        self.pad(w, scales);
         &self.padded
     }
 
-    /// As [`GroupScales::of_row`] into this buffer.
-    pub(super) fn load(&mut self, w: MatrixRef<'_>, row: usize) {
+    fn pad(&mut self, w: MatrixRef<'_>, scales: &[f32]) {
         let groups = w.cols.div_ceil(GROUP);
         let repeat = columns_per_scale(w.format) / GROUP;
         self.padded.clear();
         self.padded.resize(groups.div_ceil(LANES), [0.0; LANES]);
         let padded = &mut self.padded.as_flattened_mut()[..groups];
         if repeat == 1 {
-            padded.copy_from_slice(w.row_scales(row));
+            padded.copy_from_slice(scales);
             return;
         }
-        for (scale, groups) in w.row_scales(row).iter().zip(padded.chunks_mut(repeat)) {
+        for (scale, groups) in scales.iter().zip(padded.chunks_mut(repeat)) {
             groups.fill(*scale);
         }
-    }
-
-    /// What [`GroupScales::load`] left.
-    pub(super) fn loaded(&self) -> &[[f32; LANES]] {
-        &self.padded
     }
 }
 
