@@ -39,7 +39,7 @@ pub enum FfnError {
 
 /// Routed rows computed at a time: bounds the memory for intermediate values in a long prefill while the
 /// expert's weights are still read once per many rows.
-const ROWS_AT_A_TIME: usize = 64;
+const ROWS_AT_A_TIME: usize = 128;
 
 /// Adds `gate_r · ffn(x_r)` in fixed point to `sums` for every routed row, on the calling thread.
 ///
@@ -72,7 +72,8 @@ pub(crate) fn weighted_rows(
     threads: Threads,
     add: &mut AddWeighted<'_>,
 ) -> Result<(), FfnError> {
-    for routed in routed.chunks(ROWS_AT_A_TIME) {
+    let parts = routed.len().div_ceil(ROWS_AT_A_TIME);
+    for routed in routed.chunks(routed.len().div_ceil(parts.max(1)).max(1)) {
         let rows: Vec<usize> = routed.iter().map(|r| r.row as usize).collect();
         let y = routed_rows(kernels, ffn, x, &rows, threads)?;
         for (routed, y) in routed.iter().zip(y.chunks_exact(ffn.down.rows.max(1))) {

@@ -9,6 +9,8 @@
 //! * int8: `16·v + i`,
 //! * int2, int3: `4·i + v` (the four bit pairs of a byte).
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 use super::activations::GROUP;
@@ -47,6 +49,15 @@ pub(super) struct XRow<'a> {
     pub(super) quads: &'a [XQuad],
     /// Scales of 16 groups each, zero beyond the last group: `[ceil(quads / 4)]`.
     pub(super) scales: &'a [[f32; LANES]],
+}
+
+impl<'a> XRow<'a> {
+    /// Some quads, of which the first is the first of a vector of scales.
+    pub(super) fn part(self, quads: Range<usize>) -> Self {
+        let first_scales = quads.start * QUAD_GROUPS / LANES;
+        let last_scales = (quads.end * QUAD_GROUPS).div_ceil(LANES);
+        Self { quads: &self.quads[quads], scales: &self.scales[first_scales..last_scales] }
+    }
 }
 
 impl Arranged {

@@ -11,11 +11,10 @@ use super::arrange::{Arranged, QUAD, XRow};
 use super::engine::Engine;
 use super::prefetch::{AHEAD, tiles_ahead};
 use super::rows::{
-    CodeQuad, Int2, Int3, Int4, Int8, Packed, PackedRow, Source, StoredRows, TileRows, UnpackedRow,
-    unpack_row,
+    CodeQuad, Int2, Int3, Int4, Int8, Packed, PackedRow, Source, StoredRows, TileRows, UnpackedRow, unpack,
 };
 use super::scales::{GroupScales, HalfScales, StripeScales};
-use super::tile::{BLOCK_QUADS, tile};
+use super::tile::{Accumulators, BLOCK_QUADS, accumulate, dots, tile};
 use crate::math::LANES;
 use crate::quant::{Format, MatrixRef};
 
@@ -24,7 +23,14 @@ const UNPACK_ABOVE: usize = 8;
 
 /// Bytes of activation rows that stay in the second cache while weight rows pass by; there are as many passes
 /// over the weights as blocks of that size.
-const X_BLOCK_BYTES: usize = 512 << 10;
+const X_BLOCK_BYTES: usize = 640 << 10;
+
+/// Rows of a block at most: their results are written some at a time and should stay in the first cache.
+const X_BLOCK_ROWS: usize = 128;
+
+/// Quads that all activation rows go through before the next, a multiple of [`BLOCK_QUADS`]: four unpacked weight
+/// rows and four activation rows of that width stay in the first cache.
+const SEGMENT_QUADS: usize = 3 * BLOCK_QUADS;
 
 /// Weight rows `rows` times activation rows `x_rows`.
 pub(super) struct IntTask<'a, 'o> {
@@ -70,7 +76,8 @@ fn by_count<E, P, const N: usize, const BYTES: bool, const GROUPED: bool, const 
         return;
     }
     let IntTask { w, rows, x, x_rows, outs } = task;
-    let x_block = (X_BLOCK_BYTES / x.row_bytes().max(1)).next_multiple_of(C);
+    let most = X_BLOCK_ROWS.min(X_BLOCK_BYTES / x.row_bytes().max(1));
+    let x_block = even_block(x_rows.len(), most).next_multiple_of(C);
     for (x_rows, outs) in x_rows.chunks(x_block).zip(outs.chunks_mut(x_block)) {
         let task = IntTask { w, rows: rows.clone(), x, x_rows, outs };
         if C == 1 || x_rows.len() > UNPACK_ABOVE {
@@ -79,6 +86,11 @@ fn by_count<E, P, const N: usize, const BYTES: bool, const GROUPED: bool, const 
         }
         few_rows::<E, P, N, GROUPED, R>(e, task);
     }
+}
+
+/// The size of the fewest blocks of at most `most` rows that `rows` rows can be cut into.
+fn even_block(rows: usize, most: usize) -> usize {
+    rows.div_ceil(rows.div_ceil(most.max(1)).max(1))
 }
 
 /// One activation row: weights are read as stored, in order.
@@ -151,25 +163,63 @@ fn many_rows<E, P, const N: usize, const BYTES: bool, const GROUPED: bool, const
     let IntTask { w, rows, x, x_rows, outs } = task;
     let w = StoredRows::new(w);
     let ahead = tiles_ahead(R * w.row_bytes);
-    let row_quads = w.matrix.cols.div_ceil(QUAD);
-    let mut buffer = vec![CodeQuad([[0; 64]; 4]); R * row_quads];
+    let x_tiles: Vec<[XRow<'_>; C]> = x_rows.chunks(C).map(|x_rows| repeated(x, x_rows)).collect();
+    let segments = segments(&x_tiles, w.matrix.cols.div_ceil(QUAD));
+    let mut buffer = [[CodeQuad([[0; 64]; 4]); SEGMENT_QUADS]; R];
+    let zero: Accumulators<E, C> = [[[e.splat(0.0); 2]; C]; 2];
+    let mut saved = vec![zero; x_tiles.len()];
     let mut scales: [GroupScales; R] = std::array::from_fn(|_| GroupScales::default());
-    let mut tail = [0; N];
+    let mut tails = [[0; N]; R];
     for start in rows.clone().step_by(R) {
         let tile_rows = TileRows::<R>::new::<GROUPED>(w, &rows, start);
         let groups = tile_rows.groups::<GROUPED>(w, &mut scales);
-        let mut codes = [UnpackedRow::<BYTES>(&[]); R];
-        for ((buffer, codes), row) in
-            buffer.chunks_exact_mut(row_quads.max(1)).zip(&mut codes).zip(tile_rows.rows)
-        {
-            unpack_row(e, PackedRow::<P, N>::new(w.weights(row), ahead, &mut tail), buffer);
-            *codes = UnpackedRow(buffer);
+        let mut stored = [PackedRow::<P, N>::EMPTY; R];
+        for ((stored, row), tail) in stored.iter_mut().zip(tile_rows.rows).zip(&mut tails) {
+            *stored = PackedRow::new(w.weights(row), ahead, tail);
         }
-        for (x_rows, outs) in x_rows.chunks(C).zip(outs.chunks_mut(C)) {
-            let dots = tile::<E, _, GROUPED, R, C>(e, &codes, groups, &repeated(x, x_rows));
-            tile_rows.write::<GROUPED>(&dots, outs);
+        for (s, Segment { quads, x_tiles }) in segments.iter().enumerate() {
+            let mut codes = [UnpackedRow::<BYTES>(&[]); R];
+            let mut groups = groups;
+            for ((codes, stored), buffer) in codes.iter_mut().zip(&stored).zip(&mut buffer) {
+                unpack(e, stored, quads.clone(), buffer);
+                *codes = UnpackedRow(&buffer[..quads.len()]);
+            }
+            if GROUPED {
+                for groups in &mut groups {
+                    *groups = &groups[quads.start / BLOCK_QUADS..];
+                }
+            }
+            let next = x_tiles.iter().skip(1).chain(x_tiles.first());
+            for (((x, next), outs), saved) in x_tiles.iter().zip(next).zip(outs.chunks_mut(C)).zip(&mut saved)
+            {
+                let mut acc = if s == 0 { zero } else { *saved };
+                accumulate::<E, _, GROUPED, R, C>(e, &codes, groups, x, next, &mut acc);
+                if s + 1 == segments.len() {
+                    tile_rows.write::<GROUPED>(&dots(e, &acc), outs);
+                } else {
+                    *saved = acc;
+                }
+            }
         }
     }
+}
+
+/// Columns that all activation rows go through before the next.
+struct Segment<'a, const C: usize> {
+    quads: Range<usize>,
+    /// These columns of all activation rows.
+    x_tiles: Vec<[XRow<'a>; C]>,
+}
+
+/// Cuts rows of `quads` quads.
+fn segments<'a, const C: usize>(x_tiles: &[[XRow<'a>; C]], quads: usize) -> Vec<Segment<'a, C>> {
+    let starts = (0..quads).step_by(SEGMENT_QUADS);
+    let segment = |start: usize| {
+        let quads = start..quads.min(start + SEGMENT_QUADS);
+        let x_tiles = x_tiles.iter().map(|tile| tile.map(|x| x.part(quads.clone()))).collect();
+        Segment { quads, x_tiles }
+    };
+    starts.map(segment).collect()
 }
 
 /// The first `C` rows `x_rows` of `x`, of which there is at least one; the last is repeated.

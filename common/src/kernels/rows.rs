@@ -139,11 +139,10 @@ impl<const BYTES: bool> Source for UnpackedRow<'_, BYTES> {
     }
 }
 
-/// Unpacks the quads of a row into `out`.
+/// Unpacks some quads of a row into the first of `out`.
 #[inline(always)]
-pub(super) fn unpack_row<E: Engine>(e: E, row: impl Source, out: &mut [CodeQuad]) {
-    let row = row.first(out.len());
-    for (q, CodeQuad(out)) in out.iter_mut().enumerate() {
+pub(super) fn unpack<E: Engine>(e: E, row: &impl Source, quads: Range<usize>, out: &mut [CodeQuad]) {
+    for (q, CodeQuad(out)) in quads.zip(out) {
         let [a, b, c, d] = row.quad(e, q);
         e.store_codes(a, &mut out[0]);
         e.store_codes(b, &mut out[1]);

@@ -2,28 +2,47 @@
 
 use super::arrange::{QUAD_GROUPS, XQuad, XRow};
 use super::engine::Engine;
+use super::prefetch;
 use super::rows::Source;
-use crate::math::LANES;
+use crate::math::{LANES, Stripes};
 
 /// Quads whose scales fill one vector.
 pub(super) const BLOCK_QUADS: usize = LANES / QUAD_GROUPS;
 
+/// The accumulators of up to four weight rows, by pairs of them, and `C` activation rows.
+pub(super) type Accumulators<E, const C: usize> = [[[<E as Stripes>::Acc; 2]; C]; 2];
+
 /// Dot products of `R` (1 or 4) weight rows with `C` (at most 4) activation rows of one width; `w_scales` are
 /// the scales of 64 columns each, 16 at a time, where the weights have such.
-///
-/// Accumulators stay in registers only where every index is a constant before the optimiser unrolls loops;
-/// hence the calls written out here and below. Closures (`map` and the like) would be compiled without the
-/// instruction set.
 #[inline(always)]
-#[expect(clippy::needless_range_loop, reason = "several arrays are walked together")]
 pub(super) fn tile<E: Engine, W: Source, const GROUPED: bool, const R: usize, const C: usize>(
     e: E,
     w: &[W; R],
     w_scales: [&[[f32; LANES]]; R],
     x: &[XRow<'_>; C],
 ) -> [[f32; R]; C] {
-    let quads = x[0].quads.len();
-    let blocks = x[0].scales.len();
+    let mut acc = [[[e.splat(0.0); 2]; C]; 2];
+    accumulate::<E, W, GROUPED, R, C>(e, w, w_scales, x, x, &mut acc);
+    dots(e, &acc)
+}
+
+/// Adds the products of weight rows with activation rows of one width; meanwhile fetches what will be needed of
+/// `next`.
+///
+/// Accumulators stay in registers only where every index is a constant before the optimiser unrolls loops;
+/// hence the calls written out here and below. Closures (`map` and the like) would be compiled without the
+/// instruction set.
+#[inline(always)]
+#[expect(clippy::needless_range_loop, reason = "several arrays are walked together")]
+pub(super) fn accumulate<E: Engine, W: Source, const GROUPED: bool, const R: usize, const C: usize>(
+    e: E,
+    w: &[W; R],
+    w_scales: [&[[f32; LANES]]; R],
+    x: &[XRow<'_>; C],
+    next: &[XRow<'_>; C],
+    acc: &mut Accumulators<E, C>,
+) {
+    let (quads, blocks) = (x[0].quads.len(), x[0].scales.len());
     // Slices of one length, so that one check serves them all.
     let (mut w, mut w_scales, mut x) = (*w, w_scales, *x);
     for x in &mut x {
@@ -36,10 +55,13 @@ pub(super) fn tile<E: Engine, W: Source, const GROUPED: bool, const R: usize, co
         }
     }
     let zero = e.splat(0.0);
-    let mut pairs = [[[zero; 2]; C]; 2];
+    let mut pairs = *acc;
     for block in 0..blocks {
         let first = block * BLOCK_QUADS;
         let last = quads.min(first + BLOCK_QUADS);
+        for next in next {
+            prefetch::displaced::<64>(next.scales.as_ptr().wrapping_add(block).cast(), 0);
+        }
         let mut scales = [[[zero; 2]; C]; 2];
         for c in 0..C {
             let x_scales = e.load(&x[c].scales[block]);
@@ -63,25 +85,34 @@ pub(super) fn tile<E: Engine, W: Source, const GROUPED: bool, const R: usize, co
             }
         }
     }
+    *acc = pairs;
+}
+
+/// Adds up accumulators, per activation row.
+#[inline(always)]
+pub(super) fn dots<E: Engine, const R: usize, const C: usize>(
+    e: E,
+    acc: &Accumulators<E, C>,
+) -> [[f32; R]; C] {
     let mut dots = [[0.0; R]; C];
     if C > 0 {
-        dots[0] = trees(e, &pairs, 0);
+        dots[0] = trees(e, acc, 0);
     }
     if C > 1 {
-        dots[1 % C] = trees(e, &pairs, 1 % C);
+        dots[1 % C] = trees(e, acc, 1 % C);
     }
     if C > 2 {
-        dots[2 % C] = trees(e, &pairs, 2 % C);
+        dots[2 % C] = trees(e, acc, 2 % C);
     }
     if C > 3 {
-        dots[3 % C] = trees(e, &pairs, 3 % C);
+        dots[3 % C] = trees(e, acc, 3 % C);
     }
     dots
 }
 
 /// Adds up the accumulators of activation row `c`.
 #[inline(always)]
-fn trees<E: Engine, const R: usize, const C: usize>(e: E, acc: &[[[E::Acc; 2]; C]; 2], c: usize) -> [f32; R] {
+fn trees<E: Engine, const R: usize, const C: usize>(e: E, acc: &Accumulators<E, C>, c: usize) -> [f32; R] {
     let mut dots = [0.0; R];
     match dots.first_chunk_mut() {
         Some(dots) => *dots = e.tree4([acc[0][c][0], acc[0][c][1], acc[1][c][0], acc[1][c][1]]),
