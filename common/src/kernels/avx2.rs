@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::engine::Engine;
+use super::engine::{Engine, Kernel};
 use super::float::{FloatTask, Widen, float};
 use super::integer::{IntTask, integer};
 use super::ops::{FloatOp, Ops};
@@ -223,6 +223,17 @@ impl Engine for Avx2 {
     type Codes = [__m256i; 2];
     /// i16 of small codes, i32 of int8.
     type Sums = [__m256i; 2];
+
+    #[inline(always)]
+    fn apart<K: Kernel>(self, task: IntTask<'_, '_>) {
+        #[target_feature(enable = "avx2,fma")]
+        #[inline(never)]
+        fn run<K: Kernel>(engine: Avx2, task: IntTask<'_, '_>) {
+            K::run(engine, task);
+        }
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { run::<K>(self, task) }
+    }
 
     #[inline(always)]
     fn int4(self, bytes: &[u8; 128]) -> [[__m256i; 2]; 4] {

@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::avx2::e4m3_halves;
-use super::engine::Engine;
+use super::engine::{Engine, Kernel};
 use super::float::{FloatTask, Widen, float};
 use super::integer::{IntTask, integer};
 use super::ops::{FloatOp, Ops};
@@ -33,9 +33,6 @@ impl Ops for Avx512 {
     fn integer(&self, task: IntTask<'_, '_>) {
         #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma")]
         fn with_avx512(engine: Avx512, task: IntTask<'_, '_>) {
-            // With something of that alignment on it the stack holds vectors that find no register at addresses
-            // they can be loaded from in one piece.
-            std::hint::black_box(&mut Line([0; 64]));
             integer::<_, 4, 4>(engine, task);
         }
         // SAFETY: `self` exists only after `detect` saw every feature.
@@ -163,6 +160,20 @@ impl Engine for Avx512 {
     type Sums = __m512i;
 
     #[inline(always)]
+    fn apart<K: Kernel>(self, task: IntTask<'_, '_>) {
+        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma")]
+        #[inline(never)]
+        fn run<K: Kernel>(engine: Avx512, task: IntTask<'_, '_>) {
+            // With something of that alignment on it the stack holds vectors that find no register at addresses
+            // they can be loaded from in one piece.
+            std::hint::black_box(&mut Line([0; 64]));
+            K::run(engine, task);
+        }
+        // SAFETY: `self` exists only after `detect` saw every feature.
+        unsafe { run::<K>(self, task) }
+    }
+
+    #[inline(always)]
     fn int4(self, bytes: &[u8; 128]) -> [__m512i; 4] {
         // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe {
@@ -259,6 +270,13 @@ impl Engine for Avx512 {
     fn finish(self, _bytes: bool, sums: __m512i, _offsets: &[i32; LANES]) -> __m512 {
         // SAFETY: `self` exists only after `detect` saw every feature.
         unsafe { _mm512_cvtepi32_ps(sums) }
+    }
+
+    #[inline(always)]
+    fn load_part(self, x: &[f32]) -> __m512 {
+        let lanes = u16::MAX.checked_shr((LANES - x.len().min(LANES)) as u32).unwrap_or(0);
+        // SAFETY: `self` exists only after `detect` saw every feature; the load reads only lanes `x` has.
+        unsafe { _mm512_maskz_loadu_ps(lanes, x.as_ptr()) }
     }
 
     #[inline(always)]

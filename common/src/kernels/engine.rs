@@ -1,6 +1,13 @@
 //! What an instruction set has to offer the integer kernels of [`super::integer`].
 
-use crate::math::{LANES, Stripes};
+use super::integer::IntTask;
+use crate::math::{LANES, Stripes, load_lanes};
+
+/// One way to compute a task.
+pub(super) trait Kernel {
+    /// Computes the task with the instructions enabled where this is inlined.
+    fn run<E: Engine>(e: E, task: IntTask<'_, '_>);
+}
 
 /// Vectors of codes and their products, beside the vectors of 16 floats of [`Stripes`].
 ///
@@ -11,6 +18,14 @@ pub(super) trait Engine: Stripes {
     type Codes: Copy;
     /// Sums of products on their way to 16 stripe sums.
     type Sums: Copy;
+
+    /// Runs a kernel in a function of its own. Together they would need more than 4 KiB of stack, and processors
+    /// tell by the lower 12 bits of an address whether a load wants what was stored a moment ago: that costs a
+    /// few dozen cycles each time two places on the stack are 4 KiB apart.
+    #[inline(always)]
+    fn apart<K: Kernel>(self, task: IntTask<'_, '_>) {
+        K::run(self, task);
+    }
 
     /// The codes of a quad of nibbles (see [`super::arrange`] for their places, here and below).
     fn int4(self, bytes: &[u8; 128]) -> [Self::Codes; 4];
@@ -47,6 +62,15 @@ pub(super) trait Engine: Stripes {
     }
     /// The exact stripe sums of values (not codes) as floats.
     fn finish(self, bytes: bool, sums: Self::Sums, offsets: &[i32; LANES]) -> Self::Acc;
+
+    /// The first 16 floats; as many as there are and zeros where there are fewer.
+    #[inline(always)]
+    fn load_part(self, x: &[f32]) -> Self::Acc {
+        match x.first_chunk() {
+            Some(x) => self.load(x),
+            None => self.load(&load_lanes(x)),
+        }
+    }
 
     /// Lanes `4k .. 4k + 4` of a vector of group scales, each to the four stripes of its group.
     fn spread(self, scales: Self::Acc, k: usize) -> Self::Acc;

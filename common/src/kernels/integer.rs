@@ -4,11 +4,12 @@
 //! these and every activation fetched `R` rows. One activation row takes the weights as they are stored, up to
 //! eight unpack them on the fly, more take rows that were unpacked once into a small buffer.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::activations::GROUP;
-use super::arrange::{Arranged, QUAD, XRow};
-use super::engine::Engine;
+use super::arrange::{Arranged, QUAD, QUAD_GROUPS, XRow};
+use super::engine::{Engine, Kernel};
 use super::prefetch::{AHEAD, tiles_ahead};
 use super::rows::{
     CodeQuad, Int2, Int3, Int4, Int8, Packed, PackedRow, Source, StoredRows, TileRows, UnpackedRow, unpack,
@@ -17,6 +18,10 @@ use super::scales::{GroupScales, HalfScales, StripeScales};
 use super::tile::{Accumulators, BLOCK_QUADS, accumulate, dots, tile};
 use crate::math::LANES;
 use crate::quant::{Format, MatrixRef};
+
+/// Weight rows of up to this many columns that have scales per group are computed several at a time even for one
+/// activation row: what is done once per tile outweighs the order in memory.
+const SHORT_COLS: usize = 1024;
 
 /// Above this many activation rows weights are unpacked once per tile instead of once per four of them.
 const UNPACK_ABOVE: usize = 8;
@@ -50,7 +55,7 @@ pub(super) struct IntTask<'a, 'o> {
 #[inline(always)]
 pub(super) fn integer<E: Engine, const R: usize, const C: usize>(e: E, task: IntTask<'_, '_>) {
     match task.w.format {
-        Format::Int4Grouped { group } if !group.is_multiple_of(64) => split_groups(e, task, group as usize),
+        Format::Int4Grouped { group } if !group.is_multiple_of(64) => e.apart::<SplitGroups>(task),
         Format::Int4Grouped { .. } => by_count::<E, Int4, 128, false, true, R, C>(e, task),
         Format::Int4Row => by_count::<E, Int4, 128, false, false, R, C>(e, task),
         Format::Int8Row => by_count::<E, Int8, 256, true, false, R, C>(e, task),
@@ -71,8 +76,8 @@ fn by_count<E, P, const N: usize, const BYTES: bool, const GROUPED: bool, const 
     E: Engine,
     P: Packed<N>,
 {
-    if task.x_rows.len() == 1 {
-        one_row::<E, P, N, GROUPED>(e, task);
+    if task.x_rows.len() == 1 && (R == 1 || !GROUPED || task.w.cols > SHORT_COLS) {
+        e.apart::<OneRow<P, N, GROUPED>>(task);
         return;
     }
     let IntTask { w, rows, x, x_rows, outs } = task;
@@ -81,10 +86,10 @@ fn by_count<E, P, const N: usize, const BYTES: bool, const GROUPED: bool, const 
     for (x_rows, outs) in x_rows.chunks(x_block).zip(outs.chunks_mut(x_block)) {
         let task = IntTask { w, rows: rows.clone(), x, x_rows, outs };
         if C == 1 || x_rows.len() > UNPACK_ABOVE {
-            many_rows::<E, P, N, BYTES, GROUPED, R, C>(e, task);
-            continue;
+            e.apart::<ManyRows<P, N, BYTES, GROUPED, R, C>>(task);
+        } else {
+            e.apart::<FewRows<P, N, GROUPED, R>>(task);
         }
-        few_rows::<E, P, N, GROUPED, R>(e, task);
     }
 }
 
@@ -94,110 +99,121 @@ fn even_block(rows: usize, most: usize) -> usize {
 }
 
 /// One activation row: weights are read as stored, in order.
-#[inline(always)]
-fn one_row<E: Engine, P: Packed<N>, const N: usize, const GROUPED: bool>(e: E, task: IntTask<'_, '_>) {
-    let IntTask { w, rows, x, x_rows, outs } = task;
-    let w = StoredRows::new(w);
-    let mut scales = GroupScales::default();
-    let mut tail = [0; N];
-    let x = [x.row(x_rows[0])];
-    for (row, out) in rows.zip(outs[0].iter_mut()) {
-        let codes = [PackedRow::<P, N>::new(w.weights(row), AHEAD, &mut tail)];
-        let groups = [if GROUPED { scales.of_row(w.matrix, w.scales(row)) } else { &[] }];
-        let [[dot]] = tile::<E, _, GROUPED, 1, 1>(e, &codes, groups, &x);
-        *out = if GROUPED { dot } else { dot * w.scales(row)[0] };
+struct OneRow<P, const N: usize, const GROUPED: bool>(PhantomData<P>);
+
+impl<P: Packed<N>, const N: usize, const GROUPED: bool> Kernel for OneRow<P, N, GROUPED> {
+    #[inline(always)]
+    fn run<E: Engine>(e: E, task: IntTask<'_, '_>) {
+        let IntTask { w, rows, x, x_rows, outs } = task;
+        let w = StoredRows::new(w);
+        let mut scales = GroupScales::default();
+        let mut tail = [0; N];
+        let x = [x.row(x_rows[0])];
+        for (row, out) in rows.zip(outs[0].iter_mut()) {
+            let codes = [PackedRow::<P, N>::new(w.weights(row), AHEAD, &mut tail)];
+            let groups = [if GROUPED { scales.of_row(w.matrix, w.scales(row)) } else { &[] }];
+            let [[dot]] = tile::<E, _, GROUPED, 1, 1>(e, &codes, groups, &x);
+            *out = if GROUPED { dot } else { dot * w.scales(row)[0] };
+        }
     }
 }
 
 /// A few activation rows: weights are unpacked in registers, for up to four at a time. (Unpacking the next tile
 /// meanwhile was measured to be slower.)
-#[inline(always)]
-fn few_rows<E: Engine, P: Packed<N>, const N: usize, const GROUPED: bool, const R: usize>(
-    e: E,
-    task: IntTask<'_, '_>,
-) {
-    let IntTask { w, rows, x, x_rows, outs } = task;
-    let w = StoredRows::new(w);
-    let ahead = tiles_ahead(R * w.row_bytes);
-    let mut scales: [GroupScales; R] = std::array::from_fn(|_| GroupScales::default());
-    let mut tails = [[0; N]; R];
-    for start in rows.clone().step_by(R) {
-        let tile_rows = TileRows::<R>::new::<GROUPED>(w, &rows, start);
-        let groups = tile_rows.groups::<GROUPED>(w, &mut scales);
-        let mut codes = [PackedRow::<P, N>::EMPTY; R];
-        for ((codes, row), tail) in codes.iter_mut().zip(tile_rows.rows).zip(&mut tails) {
-            *codes = PackedRow::new(w.weights(row), ahead, tail);
-        }
-        // At most four of eight are left by each.
-        let mut done = 0;
-        while done < x_rows.len() {
-            let (x_rows, outs) = (&x_rows[done..], &mut outs[done..]);
-            done += match x_rows.len() {
-                // One row: of more than a block.
-                1 | 2 => {
-                    let dots = tile::<E, _, GROUPED, R, 2>(e, &codes, groups, &repeated(x, x_rows));
-                    tile_rows.write::<GROUPED>(&dots, outs)
-                }
-                3 | 5 | 6 => {
-                    let dots = tile::<E, _, GROUPED, R, 3>(e, &codes, groups, &repeated(x, x_rows));
-                    tile_rows.write::<GROUPED>(&dots, outs)
-                }
-                _ => {
-                    let dots = tile::<E, _, GROUPED, R, 4>(e, &codes, groups, &repeated(x, x_rows));
-                    tile_rows.write::<GROUPED>(&dots, outs)
-                }
-            };
+struct FewRows<P, const N: usize, const GROUPED: bool, const R: usize>(PhantomData<P>);
+
+impl<P: Packed<N>, const N: usize, const GROUPED: bool, const R: usize> Kernel for FewRows<P, N, GROUPED, R> {
+    #[inline(always)]
+    fn run<E: Engine>(e: E, task: IntTask<'_, '_>) {
+        let IntTask { w, rows, x, x_rows, outs } = task;
+        let w = StoredRows::new(w);
+        let ahead = tiles_ahead(R * w.row_bytes);
+        let mut scales: [GroupScales; R] = std::array::from_fn(|_| GroupScales::default());
+        let mut tails = [[0; N]; R];
+        for start in rows.clone().step_by(R) {
+            let tile_rows = TileRows::<R>::new::<GROUPED>(w, &rows, start);
+            let groups = tile_rows.groups::<GROUPED>(w, &mut scales);
+            let mut codes = [PackedRow::<P, N>::EMPTY; R];
+            for ((codes, row), tail) in codes.iter_mut().zip(tile_rows.rows).zip(&mut tails) {
+                *codes = PackedRow::new(w.weights(row), ahead, tail);
+            }
+            // At most four of eight are left by each.
+            let mut done = 0;
+            while done < x_rows.len() {
+                let (x_rows, outs) = (&x_rows[done..], &mut outs[done..]);
+                done += match x_rows.len() {
+                    1 => {
+                        let dots = tile::<E, _, GROUPED, R, 1>(e, &codes, groups, &repeated(x, x_rows));
+                        tile_rows.write::<GROUPED>(&dots, outs)
+                    }
+                    2 => {
+                        let dots = tile::<E, _, GROUPED, R, 2>(e, &codes, groups, &repeated(x, x_rows));
+                        tile_rows.write::<GROUPED>(&dots, outs)
+                    }
+                    3 | 5 | 6 => {
+                        let dots = tile::<E, _, GROUPED, R, 3>(e, &codes, groups, &repeated(x, x_rows));
+                        tile_rows.write::<GROUPED>(&dots, outs)
+                    }
+                    _ => {
+                        let dots = tile::<E, _, GROUPED, R, 4>(e, &codes, groups, &repeated(x, x_rows));
+                        tile_rows.write::<GROUPED>(&dots, outs)
+                    }
+                };
+            }
         }
     }
 }
 
 /// Many activation rows: `R` weight rows are unpacked into a small buffer and meet all of them.
-#[inline(always)]
-fn many_rows<E, P, const N: usize, const BYTES: bool, const GROUPED: bool, const R: usize, const C: usize>(
-    e: E,
-    task: IntTask<'_, '_>,
-) where
-    E: Engine,
-    P: Packed<N>,
+struct ManyRows<P, const N: usize, const BYTES: bool, const GROUPED: bool, const R: usize, const C: usize>(
+    PhantomData<P>,
+);
+
+impl<P: Packed<N>, const N: usize, const BYTES: bool, const GROUPED: bool, const R: usize, const C: usize>
+    Kernel for ManyRows<P, N, BYTES, GROUPED, R, C>
 {
-    let IntTask { w, rows, x, x_rows, outs } = task;
-    let w = StoredRows::new(w);
-    let ahead = tiles_ahead(R * w.row_bytes);
-    let x_tiles: Vec<[XRow<'_>; C]> = x_rows.chunks(C).map(|x_rows| repeated(x, x_rows)).collect();
-    let segments = segments(&x_tiles, w.matrix.cols.div_ceil(QUAD));
-    let mut buffer = [[CodeQuad([[0; 64]; 4]); SEGMENT_QUADS]; R];
-    let zero: Accumulators<E, C> = [[[e.splat(0.0); 2]; C]; 2];
-    let mut saved = vec![zero; x_tiles.len()];
-    let mut scales: [GroupScales; R] = std::array::from_fn(|_| GroupScales::default());
-    let mut tails = [[0; N]; R];
-    for start in rows.clone().step_by(R) {
-        let tile_rows = TileRows::<R>::new::<GROUPED>(w, &rows, start);
-        let groups = tile_rows.groups::<GROUPED>(w, &mut scales);
-        let mut stored = [PackedRow::<P, N>::EMPTY; R];
-        for ((stored, row), tail) in stored.iter_mut().zip(tile_rows.rows).zip(&mut tails) {
-            *stored = PackedRow::new(w.weights(row), ahead, tail);
-        }
-        for (s, Segment { quads, x_tiles }) in segments.iter().enumerate() {
-            let mut codes = [UnpackedRow::<BYTES>(&[]); R];
-            let mut groups = groups;
-            for ((codes, stored), buffer) in codes.iter_mut().zip(&stored).zip(&mut buffer) {
-                unpack(e, stored, quads.clone(), buffer);
-                *codes = UnpackedRow(&buffer[..quads.len()]);
+    #[inline(always)]
+    fn run<E: Engine>(e: E, task: IntTask<'_, '_>) {
+        let IntTask { w, rows, x, x_rows, outs } = task;
+        let w = StoredRows::new(w);
+        let ahead = tiles_ahead(R * w.row_bytes);
+        let x_tiles: Vec<[XRow<'_>; C]> = x_rows.chunks(C).map(|x_rows| repeated(x, x_rows)).collect();
+        let segments = segments(&x_tiles, w.matrix.cols.div_ceil(QUAD));
+        let mut buffer = vec![[CodeQuad([[0; 64]; 4]); SEGMENT_QUADS]; R];
+        let zero: Accumulators<E, C> = [[[e.splat(0.0); 2]; C]; 2];
+        let mut saved = vec![zero; x_tiles.len()];
+        let mut scales: [GroupScales; R] = std::array::from_fn(|_| GroupScales::default());
+        let mut tails = [[0; N]; R];
+        for start in rows.clone().step_by(R) {
+            let tile_rows = TileRows::<R>::new::<GROUPED>(w, &rows, start);
+            let groups = tile_rows.groups::<GROUPED>(w, &mut scales);
+            let mut stored = [PackedRow::<P, N>::EMPTY; R];
+            for ((stored, row), tail) in stored.iter_mut().zip(tile_rows.rows).zip(&mut tails) {
+                *stored = PackedRow::new(w.weights(row), ahead, tail);
             }
-            if GROUPED {
-                for groups in &mut groups {
-                    *groups = &groups[quads.start / BLOCK_QUADS..];
+            for (s, Segment { quads, x_tiles }) in segments.iter().enumerate() {
+                let mut codes = [UnpackedRow::<BYTES>(&[]); R];
+                let mut groups = groups;
+                for ((codes, stored), buffer) in codes.iter_mut().zip(&stored).zip(&mut buffer) {
+                    unpack(e, stored, quads.clone(), buffer);
+                    *codes = UnpackedRow(&buffer[..quads.len()]);
                 }
-            }
-            let next = x_tiles.iter().skip(1).chain(x_tiles.first());
-            for (((x, next), outs), saved) in x_tiles.iter().zip(next).zip(outs.chunks_mut(C)).zip(&mut saved)
-            {
-                let mut acc = if s == 0 { zero } else { *saved };
-                accumulate::<E, _, GROUPED, R, C>(e, &codes, groups, x, next, &mut acc);
-                if s + 1 == segments.len() {
-                    tile_rows.write::<GROUPED>(&dots(e, &acc), outs);
-                } else {
-                    *saved = acc;
+                if GROUPED {
+                    for groups in &mut groups {
+                        *groups = &groups[quads.start * QUAD_GROUPS..];
+                    }
+                }
+                let next = x_tiles.iter().skip(1).chain(x_tiles.first());
+                for (((x, next), outs), saved) in
+                    x_tiles.iter().zip(next).zip(outs.chunks_mut(C)).zip(&mut saved)
+                {
+                    let mut acc = if s == 0 { zero } else { *saved };
+                    accumulate::<E, _, GROUPED, R, C>(e, &codes, groups, x, next, &mut acc);
+                    if s + 1 == segments.len() {
+                        tile_rows.write::<GROUPED>(&dots(e, &acc), outs);
+                    } else {
+                        *saved = acc;
+                    }
                 }
             }
         }
@@ -234,24 +250,32 @@ fn repeated<'a, const C: usize>(x: &'a Arranged, x_rows: &[usize]) -> [XRow<'a>;
 
 /// Nibble rows whose groups are no multiples of 64 columns: a stripe is 8 neighbouring columns, the stripes of
 /// the first half of a group of 64 join their accumulators before those of the second half.
-#[inline(always)]
-fn split_groups<E: Engine>(e: E, task: IntTask<'_, '_>, group: usize) {
-    let IntTask { w, rows, x, x_rows, outs } = task;
-    let first = rows.start;
-    let mut stripe_scales = StripeScales::default();
-    let mut half_scales = HalfScales::default();
-    let mut tail = [0; 128];
-    for row in rows {
-        let codes = PackedRow::<Int4, 128>::new(w.row_weights(row), AHEAD, &mut tail);
-        if group.is_multiple_of(GROUP / 2) {
-            let scales = half_scales.of_row(w.row_scales(row), group, w.cols);
-            for (&x_row, out) in x_rows.iter().zip(outs.iter_mut()) {
-                out[row - first] = split_dot(e, &codes, scales, x.row(x_row));
-            }
-        } else {
-            let scales = stripe_scales.of_row(w.row_scales(row), group, w.cols.div_ceil(QUAD));
-            for (&x_row, out) in x_rows.iter().zip(outs.iter_mut()) {
-                out[row - first] = split_dot(e, &codes, scales, x.row(x_row));
+struct SplitGroups;
+
+impl Kernel for SplitGroups {
+    #[inline(always)]
+    fn run<E: Engine>(e: E, task: IntTask<'_, '_>) {
+        let IntTask { w, rows, x, x_rows, outs } = task;
+        let Format::Int4Grouped { group } = w.format else {
+            unreachable!("other formats have no groups to split")
+        };
+        let group = group as usize;
+        let first = rows.start;
+        let mut stripe_scales = StripeScales::default();
+        let mut half_scales = HalfScales::default();
+        let mut tail = [0; 128];
+        for row in rows {
+            let codes = PackedRow::<Int4, 128>::new(w.row_weights(row), AHEAD, &mut tail);
+            if group.is_multiple_of(GROUP / 2) {
+                let scales = half_scales.of_row(w.row_scales(row), group, w.cols);
+                for (&x_row, out) in x_rows.iter().zip(outs.iter_mut()) {
+                    out[row - first] = split_dot(e, &codes, scales, x.row(x_row));
+                }
+            } else {
+                let scales = stripe_scales.of_row(w.row_scales(row), group, w.cols.div_ceil(QUAD));
+                for (&x_row, out) in x_rows.iter().zip(outs.iter_mut()) {
+                    out[row - first] = split_dot(e, &codes, scales, x.row(x_row));
+                }
             }
         }
     }
@@ -280,7 +304,7 @@ impl SplitScales for [&[[f32; LANES]]; 2] {
     }
 }
 
-/// One row of [`split_groups`].
+/// One row of [`SplitGroups`].
 #[inline(always)]
 fn split_dot<E: Engine>(e: E, w: &impl Source, w_scales: impl SplitScales, x: XRow<'_>) -> f32 {
     let none = [0; LANES];

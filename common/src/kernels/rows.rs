@@ -6,7 +6,6 @@ use std::ops::Range;
 use super::engine::Engine;
 use super::prefetch;
 use super::scales::GroupScales;
-use crate::math::LANES;
 use crate::quant::MatrixRef;
 
 /// Stored codes of one kind, `N` bytes per quad.
@@ -207,8 +206,8 @@ impl<const R: usize> TileRows<R> {
         &self,
         w: StoredRows<'a>,
         scales: &'a mut [GroupScales; R],
-    ) -> [&'a [[f32; LANES]]; R] {
-        let mut groups: [&[[f32; LANES]]; R] = [&[]; R];
+    ) -> [&'a [f32]; R] {
+        let mut groups: [&[f32]; R] = [&[]; R];
         if GROUPED {
             for ((groups, scales), row) in groups.iter_mut().zip(scales).zip(self.rows) {
                 *groups = scales.of_row(w.matrix, w.scales(row));

@@ -5,37 +5,30 @@ use super::arrange::QUAD_GROUPS;
 use crate::math::LANES;
 use crate::quant::{Format, MatrixRef};
 
-/// The scales of one row, one per 64 columns, 16 at a time.
+/// The scales of one row, one per 64 columns.
 #[derive(Default)]
 pub(super) struct GroupScales {
-    padded: Vec<[f32; LANES]>,
+    repeated: Vec<f32>,
 }
 
 impl GroupScales {
-    /// The scales of a row of `w` whose groups are 64 columns or a multiple of that; beyond the row they are
-    /// zero.
+    /// The scales of a row of `w` whose groups are 64 columns or a multiple of that.
     #[inline(always)]
-    pub(super) fn of_row<'a>(&'a mut self, w: MatrixRef<'_>, scales: &'a [f32]) -> &'a [[f32; LANES]] {
-        if let (GROUP, (whole, [])) = (columns_per_scale(w.format), scales.as_chunks()) {
-            return whole;
+    pub(super) fn of_row<'a>(&'a mut self, w: MatrixRef<'_>, scales: &'a [f32]) -> &'a [f32] {
+        if columns_per_scale(w.format) == GROUP {
+            return scales;
         }
-        self.pad(w, scales);
-        &self.padded
+        self.repeat(w, scales);
+        &self.repeated
     }
 
-    fn pad(&mut self, w: MatrixRef<'_>, scales: &[f32]) {
-        let groups = w.cols.div_ceil(GROUP);
+    fn repeat(&mut self, w: MatrixRef<'_>, scales: &[f32]) {
         let repeat = columns_per_scale(w.format) / GROUP;
-        self.padded.clear();
-        self.padded.resize(groups.div_ceil(LANES), [0.0; LANES]);
-        let padded = &mut self.padded.as_flattened_mut()[..groups];
-        if repeat == 1 {
-            padded.copy_from_slice(scales);
-            return;
+        self.repeated.clear();
+        for &scale in scales {
+            self.repeated.extend(std::iter::repeat_n(scale, repeat));
         }
-        for (scale, groups) in scales.iter().zip(padded.chunks_mut(repeat)) {
-            groups.fill(*scale);
-        }
+        self.repeated.truncate(w.cols.div_ceil(GROUP));
     }
 }
 

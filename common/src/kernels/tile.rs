@@ -13,12 +13,12 @@ pub(super) const BLOCK_QUADS: usize = LANES / QUAD_GROUPS;
 pub(super) type Accumulators<E, const C: usize> = [[[<E as Stripes>::Acc; 2]; C]; 2];
 
 /// Dot products of `R` (1 or 4) weight rows with `C` (at most 4) activation rows of one width; `w_scales` are
-/// the scales of 64 columns each, 16 at a time, where the weights have such.
+/// the scales of 64 columns each, where the weights have such.
 #[inline(always)]
 pub(super) fn tile<E: Engine, W: Source, const GROUPED: bool, const R: usize, const C: usize>(
     e: E,
     w: &[W; R],
-    w_scales: [&[[f32; LANES]]; R],
+    w_scales: [&[f32]; R],
     x: &[XRow<'_>; C],
 ) -> [[f32; R]; C] {
     let mut acc = [[[e.splat(0.0); 2]; C]; 2];
@@ -33,11 +33,10 @@ pub(super) fn tile<E: Engine, W: Source, const GROUPED: bool, const R: usize, co
 /// hence the calls written out here and below. Closures (`map` and the like) would be compiled without the
 /// instruction set.
 #[inline(always)]
-#[expect(clippy::needless_range_loop, reason = "several arrays are walked together")]
 pub(super) fn accumulate<E: Engine, W: Source, const GROUPED: bool, const R: usize, const C: usize>(
     e: E,
     w: &[W; R],
-    w_scales: [&[[f32; LANES]]; R],
+    w_scales: [&[f32]; R],
     x: &[XRow<'_>; C],
     next: &[XRow<'_>; C],
     acc: &mut Accumulators<E, C>,
@@ -51,7 +50,8 @@ pub(super) fn accumulate<E: Engine, W: Source, const GROUPED: bool, const R: usi
     for (w, w_scales) in w.iter_mut().zip(&mut w_scales) {
         *w = w.first(quads);
         if GROUPED {
-            *w_scales = &w_scales[..blocks];
+            *w_scales = &w_scales[..w_scales.len().min(blocks * LANES)];
+            assert!(w_scales.len() > (blocks - 1) * LANES, "scales are as many as columns need");
         }
     }
     let zero = e.splat(0.0);
@@ -66,8 +66,11 @@ pub(super) fn accumulate<E: Engine, W: Source, const GROUPED: bool, const R: usi
         for c in 0..C {
             let x_scales = e.load(&x[c].scales[block]);
             for r in 0..R {
-                scales[r / 2][c][r % 2] =
-                    if GROUPED { e.mul(e.load(&w_scales[r][block]), x_scales) } else { x_scales };
+                scales[r / 2][c][r % 2] = if GROUPED {
+                    e.mul(e.load_part(&w_scales[r][block * LANES..]), x_scales)
+                } else {
+                    x_scales
+                };
             }
         }
         // Two weight rows after the other two: the accumulators of all four and what they need meanwhile are
