@@ -10,6 +10,7 @@ use shimmer_common::kernels::{Isa, Kernels};
 
 use super::error::CliError;
 use crate::decode::DraftPolicy;
+use crate::model::LOOKAHEAD_DEPTH;
 use shimmer_common::size::Size;
 
 /// Which instruction set computes.
@@ -172,6 +173,10 @@ pub struct LimitArgs {
     #[arg(long, value_name = "N", value_parser = parse_depth, hide_short_help = true)]
     pub io_depth: Option<usize>,
 
+    /// Layers whose experts are guessed and read ahead; any value gives the same bits
+    #[arg(long, value_name = "LAYERS", default_value_t = LOOKAHEAD_DEPTH, value_parser = parse_lookahead, hide_short_help = true)]
+    pub lookahead: usize,
+
     /// Longest conversation in tokens [default: 8192, or the model's limit if that is lower]
     #[arg(long, value_name = "TOKENS", value_parser = parse_positive)]
     pub context: Option<usize>,
@@ -228,6 +233,12 @@ impl LimitArgs {
             ..defaults
         }
     }
+}
+
+/// Parses a number of layers to look ahead.
+fn parse_lookahead(text: &str) -> Result<usize, String> {
+    let layers = text.parse::<usize>().ok().filter(|&layers| layers <= LOOKAHEAD_DEPTH);
+    layers.ok_or_else(|| format!("{text:?} is not a number of layers from 0 to {LOOKAHEAD_DEPTH}"))
 }
 
 /// Checks that an address has the form host:port.

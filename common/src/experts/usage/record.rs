@@ -1,6 +1,7 @@
 //! Sees every routed batch on its way to whoever computes it: counts it and, where asked, writes it down.
 
 use std::io::Write;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::super::store::SharedUsage;
@@ -42,17 +43,26 @@ impl TraceSink {
     }
 }
 
-/// Passes everything on to `inner` and changes nothing of it.
+/// Passes everything on to `inner` and changes nothing of it, but for guesses that look too far ahead.
 pub struct ObservedExperts {
     inner: Arc<dyn ExpertCompute>,
     usage: SharedUsage,
     trace: Option<TraceSink>,
+    /// Layers looked ahead at most.
+    lookahead: usize,
+    /// Guesses since the last batch: the nearest layer comes first.
+    guesses: AtomicUsize,
 }
 
 impl ObservedExperts {
     /// Counts in `usage` and writes to `trace`.
     pub fn new(inner: Arc<dyn ExpertCompute>, usage: SharedUsage, trace: Option<TraceSink>) -> Self {
-        Self { inner, usage, trace }
+        Self { inner, usage, trace, lookahead: usize::MAX, guesses: AtomicUsize::new(0) }
+    }
+
+    /// Passes on guesses for the next `layers` layers only.
+    pub fn look_ahead_at_most(self, layers: usize) -> Self {
+        Self { lookahead: layers, ..self }
     }
 }
 
@@ -63,6 +73,7 @@ impl ExpertCompute for ObservedExperts {
         if let Some(trace) = &self.trace {
             trace.write(batch);
         }
+        self.guesses.store(0, Ordering::Relaxed);
         self.inner.compute(batch, meanwhile)
     }
 
@@ -71,10 +82,66 @@ impl ExpertCompute for ObservedExperts {
     }
 
     fn prefetch(&self, ahead: &Lookahead) {
-        self.inner.prefetch(ahead);
+        if self.guesses.fetch_add(1, Ordering::Relaxed) < self.lookahead {
+            self.inner.prefetch(ahead);
+        }
     }
 
     fn wants_lookahead(&self) -> bool {
-        self.inner.wants_lookahead()
+        self.lookahead > 0 && self.inner.wants_lookahead()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::testing::{MemorySource, noise};
+    use super::*;
+    use crate::experts::usage::Usage;
+    use crate::kernels::Activations;
+
+    /// Remembers for which layers it was given guesses.
+    struct Guessed(MemorySource, Mutex<Vec<u16>>);
+
+    impl ExpertCompute for Guessed {
+        fn compute(
+            &self,
+            batch: &RoutedBatch,
+            meanwhile: &mut dyn FnMut(),
+        ) -> Result<FixedRows, ExpertError> {
+            meanwhile();
+            Ok(FixedRows::zeroed(batch.x.rows(), batch.x.cols(), 8))
+        }
+
+        fn layout(&self) -> &ExpertLayout {
+            &self.0.layout
+        }
+
+        fn prefetch(&self, ahead: &Lookahead) {
+            self.1.lock().unwrap().push(ahead.layer);
+        }
+
+        fn wants_lookahead(&self) -> bool {
+            true
+        }
+    }
+
+    #[test]
+    fn guesses_beyond_the_limit_end_here_and_each_batch_begins_anew() {
+        for (limit, passed) in [(0, vec![]), (1, vec![4, 5]), (2, vec![4, 5, 5, 6])] {
+            let inner = Arc::new(Guessed(MemorySource::new(4, 64, 64), Mutex::default()));
+            let counts = Arc::new(Mutex::new(Usage::default()));
+            let observed =
+                ObservedExperts::new(Arc::clone(&inner) as _, counts, None).look_ahead_at_most(limit);
+            assert_eq!(observed.wants_lookahead(), limit > 0);
+            for layer in [3, 4] {
+                for ahead in 1..=3 {
+                    observed.prefetch(&Lookahead { layer: layer + ahead, experts: vec![0] });
+                }
+                let x = Activations::from_f32(noise(1, 64), 64).quantized();
+                let batch = RoutedBatch::from_routes(1, x, &[2], &[1.0], 1);
+                observed.compute(&batch, &mut || {}).unwrap();
+            }
+            assert_eq!(*inner.1.lock().unwrap(), passed);
+        }
     }
 }

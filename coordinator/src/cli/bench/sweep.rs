@@ -61,8 +61,8 @@ const SETTINGS: [(&str, &[&str]); 6] = [
     ("io", &["uring", "pread"]),
     ("io-cache", &["direct", "buffered"]),
     ("io-depth", &["1", "4", "16", "32"]),
-    ("lookahead", &["0", "1", "2", "3"]),
-    ("policy", &["lru", "lfu", "s3-fifo", "lfu-da"]),
+    ("lookahead", &["0", "1", "2"]),
+    ("policy", &["lru", "lfu-da", "s3-fifo", "arc", "w-tinylfu"]),
     ("prefill-chunk", &["64", "1024"]),
 ];
 

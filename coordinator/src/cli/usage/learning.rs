@@ -22,6 +22,8 @@ pub struct Learning {
     trace: Option<TraceSink>,
     /// The policy asked for in place of the learned one.
     instead: Option<PolicyKind>,
+    /// Layers looked ahead at most.
+    lookahead: usize,
 }
 
 impl Learning {
@@ -43,7 +45,7 @@ impl Learning {
             saved
         });
         Interrupt::install().on_kill(keeper.saver());
-        Ok(Self { keeper, trace, instead: limits.policy })
+        Ok(Self { keeper, trace, instead: limits.policy, lookahead: limits.lookahead })
     }
 
     /// The eviction policy of this machine's store, which has room for `room_bytes`.
@@ -71,7 +73,8 @@ impl Learning {
 
     /// Sees everything that is asked of `experts`.
     pub fn observe(&self, experts: Arc<dyn ExpertCompute>) -> Arc<dyn ExpertCompute> {
-        Arc::new(ObservedExperts::new(experts, self.keeper.counts(), self.trace.clone()))
+        let observed = ObservedExperts::new(experts, self.keeper.counts(), self.trace.clone());
+        Arc::new(observed.look_ahead_at_most(self.lookahead))
     }
 }
 
