@@ -247,7 +247,9 @@ impl Cache {
             return Vec::new();
         }
         let ids: Vec<ExpertId> = experts.iter().map(|&(id, _)| id).collect();
-        for old in table.guesses.replace(layer, &ids) {
+        let Table { entries, guesses, .. } = &mut *table;
+        let is_resident = |id: &ExpertId| matches!(entries.get(id), Some(State::Resident(_)));
+        for old in guesses.replace(layer, &ids, is_resident) {
             table.call_off(old);
         }
         let room = self.arena.limit() / 4;

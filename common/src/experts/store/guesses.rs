@@ -2,19 +2,19 @@
 //!
 //! A read on a guess that is right with probability p saves p reads somebody would wait for. It costs the
 //! record that gives way, if that is asked for again before it would have been given up anyway (*regret*),
-//! and where it is wrong, the pieces of it that a demand finds running. So a guess is read while
-//! `p > regret + (1 - p) · DELAY`. Both are measured here: p by how far down the list the guess stands
-//! (lists are sorted by probability), whether it was read or not; regret as the share of given-up records
-//! that were missed soon after, within as many evictions as there were records in RAM.
+//! and time of a disk that turns out not to be idle for long enough (*price*). So a guess is read while
+//! `p > regret + PRICE`. Two are measured here: p by how far down the list the guess stands (lists are sorted
+//! by probability), whether it was read or not, among guesses that were not in RAM anyway; regret as the share
+//! of given-up records that were missed soon after, within as many evictions as there were records in RAM.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use super::super::ExpertId;
 use super::stats::StoreStats;
 
-/// Share of a read that a demand may have to wait because of a guess: engines run guesses in pieces of
-/// 1 MiB, two at a time, and a record of a large model has about twenty.
-const DELAY: f64 = 0.1;
+/// What a guess costs besides regret, in reads. With 0.5 a model whose next experts are half predictable runs
+/// 6 % faster from a disk than with 0.1, one that mostly hits its cache as fast (docs/performance.md).
+const PRICE: f64 = 0.5;
 
 /// Counts are halved when they reach this, so that they follow the topic.
 const MEMORY: f64 = 512.0;
@@ -45,8 +45,11 @@ impl Share {
 pub(super) struct Guesses {
     /// The guess for each layer to come.
     live: HashMap<u16, Vec<ExpertId>>,
-    /// By place in the list: how often it was right.
+    /// By place in the list: how often it was right where it was not in RAM anyway. Experts that are often
+    /// asked for are, so that the others are guessed less well than all.
     by_rank: Vec<Share>,
+    /// Of the live guesses, those that were in RAM already.
+    known: HashSet<ExpertId>,
     regret: Share,
     /// Given up lately, oldest first.
     given_up: VecDeque<ExpertId>,
@@ -65,8 +68,16 @@ pub(super) struct Guesses {
 
 impl Guesses {
     /// Puts a new guess in the place of the layer's old one; returns what is no longer guessed.
-    pub fn replace(&mut self, layer: u16, ids: &[ExpertId]) -> Vec<ExpertId> {
+    pub fn replace(
+        &mut self,
+        layer: u16,
+        ids: &[ExpertId],
+        is_resident: impl Fn(&ExpertId) -> bool,
+    ) -> Vec<ExpertId> {
         let old = self.live.insert(layer, ids.to_vec()).unwrap_or_default();
+        self.known.retain(|id| id.layer != layer);
+        let known = ids.iter().filter(|id| is_resident(id) && !self.unused.contains_key(*id)).copied();
+        self.known.extend(known);
         old.into_iter().filter(|id| !ids.contains(id)).collect()
     }
 
@@ -80,7 +91,9 @@ impl Guesses {
         let mut wrong = Vec::new();
         for (id, share) in guess.into_iter().zip(&mut self.by_rank) {
             let right = asked.contains(&id.index);
-            share.note(right);
+            if !self.known.remove(&id) {
+                share.note(right);
+            }
             self.guessed += 1;
             self.guessed_right += u64::from(right);
             if !right {
@@ -102,7 +115,7 @@ impl Guesses {
             None => PRIOR_RIGHT / PRIOR_TRIALS,
         };
         let regret = self.regret.hits / self.regret.trials.max(PRIOR_TRIALS);
-        p > regret + (1.0 - p) * DELAY
+        p > regret + PRICE
     }
 
     /// Bytes read or being read on guesses that nobody has asked for.
@@ -188,7 +201,7 @@ mod tests {
         let mut guesses = Guesses::default();
         assert!(guesses.pays(0) && guesses.pays(7));
         for _ in 0..60 {
-            assert!(guesses.replace(3, &[id(1), id(2)]).is_empty());
+            assert!(guesses.replace(3, &[id(1), id(2)], |_| false).is_empty());
             assert!(guesses.is_live(&id(2)) && !guesses.is_live(&id(3)));
             assert_eq!(guesses.layer_begins(3, &[1, 5]), [id(2)]);
             assert!(!guesses.is_live(&id(1)));
@@ -219,7 +232,7 @@ mod tests {
     #[test]
     fn every_byte_read_on_a_guess_ends_in_one_count() {
         let mut guesses = Guesses::default();
-        guesses.replace(3, &[id(0), id(1), id(2), id(3)]);
+        guesses.replace(3, &[id(0), id(1), id(2), id(3)], |_| false);
         for index in 0..4 {
             guesses.issued(id(index), 10);
         }
