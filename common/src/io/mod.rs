@@ -112,7 +112,7 @@ impl Default for IoOptions {
         Self {
             mode: IoMode::Auto,
             caching: Caching::Auto,
-            depth: 8,
+            depth: 32,
             prefetch_depth: 2,
             piece_bytes: 1 << 20,
             retries: 3,

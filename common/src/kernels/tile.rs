@@ -51,7 +51,7 @@ pub(super) fn accumulate<E: Engine, W: Source, const GROUPED: bool, const R: usi
         *w = w.first(quads);
         if GROUPED {
             *w_scales = &w_scales[..w_scales.len().min(blocks * LANES)];
-            assert!(w_scales.len() > (blocks - 1) * LANES, "scales are as many as columns need");
+            assert!(w_scales.len() + LANES > blocks * LANES, "scales are as many as columns need");
         }
     }
     let zero = e.splat(0.0);

@@ -383,6 +383,9 @@ mod tests {
                 event.len()
             )
             .unwrap();
+            // What is left unread of the request would reset the connection, and the event with it.
+            peer.shutdown(std::net::Shutdown::Write).unwrap();
+            let _ = std::io::copy(&mut peer, &mut std::io::sink());
         });
         let limits = super::super::answer::Limits {
             context_tokens: 100,

@@ -169,7 +169,7 @@ pub struct LimitArgs {
     #[arg(long, value_enum, value_name = "HOW", default_value_t, hide_short_help = true)]
     pub io_cache: IoCacheChoice,
 
-    /// Reads under way at once, per disk, 1 MiB each [default: 8]
+    /// Reads under way at once, per disk, 1 MiB each [default: 32, down to 8 where --ram is small]
     #[arg(long, value_name = "N", value_parser = parse_depth, hide_short_help = true)]
     pub io_depth: Option<usize>,
 
@@ -229,9 +229,16 @@ impl LimitArgs {
                 IoCacheChoice::Direct => Caching::Direct,
                 IoCacheChoice::Buffered => Caching::Buffered,
             },
-            depth: self.io_depth.unwrap_or(defaults.depth),
+            depth: self.io_depth.unwrap_or_else(|| self.default_depth(defaults.depth)),
             ..defaults
         }
+    }
+
+    /// Buffers of reads shall not be what a small budget is spent on.
+    fn default_depth(&self, most: usize) -> usize {
+        const LEAST: usize = 8;
+        const RAM_PER_READ: u64 = 64 << 20;
+        self.ram.map_or(most, |ram| ((ram.0 / RAM_PER_READ) as usize).clamp(LEAST, most))
     }
 }
 
