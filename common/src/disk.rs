@@ -25,6 +25,26 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
     sync_dir(dir)
 }
 
+/// Whether writing a file that begins with `magic` to `path` destroys nothing else: there is no file, an empty
+/// one, or one of that kind.
+///
+/// # Errors
+/// The operating system's error.
+pub fn may_replace(path: &Path, magic: &[u8]) -> Result<bool> {
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(true),
+        Err(error) => return Err(error),
+    };
+    // A device or a pipe keeps nothing, and reading it may never end.
+    if !file.metadata()?.is_file() {
+        return Ok(true);
+    }
+    let mut head = Vec::new();
+    file.take(magic.len() as u64).read_to_end(&mut head)?;
+    Ok(head.is_empty() || head == magic)
+}
+
 /// Reads a whole file that should be small. A pipe or a device is refused instead of waited for, and
 /// never more than `limit` bytes are taken, whatever a file system says about sizes.
 ///

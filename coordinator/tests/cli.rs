@@ -123,6 +123,29 @@ fn damaged_or_missing_models_are_exit_code_3() {
 }
 
 #[test]
+fn what_a_run_records_never_replaces_a_file_of_another_kind() {
+    let dir = temp();
+    let (model, notes) = (data("tiny-mtp"), dir.path().join("notes.txt"));
+    std::fs::write(&notes, "mine").unwrap();
+    let run_with = ["run", "--model", &model, "--prompt", "x", "--max-tokens", "1"];
+    for flag in ["--trace-routes", "--usage"] {
+        let args: Vec<&str> = run_with.iter().copied().chain([flag, "notes.txt"]).collect();
+        refused(dir.path(), &args, 2, &["notes.txt", "another"]);
+    }
+    let args: Vec<&str> = run_with.iter().copied().chain(["--usage", "kept"]).collect();
+    assert!(run(dir.path(), &args).status.success());
+    // Its own kind is replaced.
+    assert!(run(dir.path(), &args).status.success());
+    let export = ["usage", "export", "--model", &model, "--usage", "kept", "--to"];
+    let to = |name| -> Vec<&str> { export.iter().copied().chain([name]).collect() };
+    refused(dir.path(), &to("notes.txt"), 2, &["notes.txt", "another"]);
+    for _ in 0..2 {
+        assert!(run(dir.path(), &to("exported")).status.success());
+    }
+    assert_eq!(std::fs::read_to_string(&notes).unwrap(), "mine");
+}
+
+#[test]
 fn unreachable_servers_are_exit_code_4_or_reported_in_the_chat() {
     let dir = temp();
     let mut chat = shimmer(dir.path())

@@ -98,12 +98,12 @@ pub enum SynthError {
     },
     /// The model would not fit.
     #[error(
-        "{path} has {free_bytes} bytes free but the model needs {needed_bytes}; free some space, name another disk or ask for fewer layers or experts"
+        "{path} has {free_bytes} bytes free but the model and a reserve need {needed_bytes}; free some space, name another disk or ask for fewer layers or experts"
     )]
     Space {
         /// The target.
         path: PathBuf,
-        /// Bytes to be written.
+        /// Bytes to be written, and what shall be left.
         needed_bytes: u64,
         /// Bytes available.
         free_bytes: u64,
@@ -152,7 +152,12 @@ pub fn synthesise(
     options: &SynthOptions,
     progress: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<SynthReport, SynthError> {
-    let config = options.shape.config(options.mtp);
+    let shape = &options.shape;
+    if shape.first_k_dense_replace >= shape.num_hidden_layers {
+        let what = format!("all {} layers are dense; ask for fewer dense layers", shape.num_hidden_layers);
+        return Err(SynthError::Options(what));
+    }
+    let config = shape.config(options.mtp);
     let config = serde_json::to_vec_pretty(&config).map_err(|e| SynthError::Options(e.to_string()))?;
     let parsed = ModelConfig::parse(&config).map_err(SynthError::Options)?;
     let files = files::files(&parsed, options).map_err(SynthError::Options)?;

@@ -129,6 +129,10 @@ fn nothing_is_overwritten_and_nothing_is_left_behind() {
     odd.shape.qk_rope_head_dim = 5;
     let refused = synthesise(&to, &odd, &mut |_, _| ControlFlow::Continue(()));
     assert!(matches!(refused, Err(SynthError::Options(_))), "{refused:?}");
+    let mut dense = tiny();
+    dense.shape.first_k_dense_replace = dense.shape.num_hidden_layers;
+    let refused = synthesise(&to, &dense, &mut |_, _| ControlFlow::Continue(()));
+    assert!(matches!(refused, Err(SynthError::Options(_))), "{refused:?}");
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 
     std::fs::create_dir(&to).unwrap();

@@ -19,7 +19,8 @@ use crate::disk;
 /// Its name beside a model or a shard.
 pub const FILE_NAME: &str = ".shimmer-usage";
 
-const MAGIC: [u8; 8] = *b"SHMUSAGE";
+/// What a usage file begins with.
+pub const MAGIC: [u8; 8] = *b"SHMUSAGE";
 const VERSION: u32 = 1;
 const HEAD_BYTES: usize = 44;
 /// 80,000 experts take 640 KB.

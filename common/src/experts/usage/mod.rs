@@ -16,4 +16,6 @@ pub use counts::{Counts, HORIZONS, SavedLayer, SavedUsage, Usage, UsageOptions};
 pub use keeper::UsageKeeper;
 pub use record::{ObservedExperts, TraceSink};
 pub use synthetic::Synthetic;
-pub use trace::{LayerShape, RouteBatch, TraceError, TraceEvent, TraceReader, TraceShape, TraceWriter};
+pub use trace::{
+    LayerShape, RouteBatch, TRACE_MAGIC, TraceError, TraceEvent, TraceReader, TraceShape, TraceWriter,
+};

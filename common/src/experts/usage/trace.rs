@@ -21,7 +21,8 @@ use serde::{Deserialize, Serialize};
 use super::super::{ExpertLayout, RoutedBatch};
 use super::varint;
 
-const MAGIC: [u8; 8] = *b"SHMROUTE";
+/// What a trace begins with.
+pub const TRACE_MAGIC: [u8; 8] = *b"SHMROUTE";
 const VERSION: u32 = 1;
 const HASH_BYTES: usize = 16;
 /// A block is written when it has grown beyond this.
@@ -161,7 +162,7 @@ impl<W: Write> TraceWriter<W> {
     /// # Errors
     /// [`TraceError`].
     pub fn new(mut out: W, shape: &TraceShape) -> Result<Self, TraceError> {
-        out.write_all(&MAGIC)?;
+        out.write_all(&TRACE_MAGIC)?;
         out.write_all(&VERSION.to_le_bytes())?;
         let block = serde_json::to_vec(shape).map_err(std::io::Error::from)?;
         let mut writer = Self { out, block };
@@ -262,7 +263,11 @@ impl<R: Read> TraceReader<R> {
     pub fn new(mut input: R) -> Result<Self, TraceError> {
         let mut head = [0; 12];
         read_up_to(&mut input, &mut head).map_err(TraceError::from).and_then(|n| {
-            if n == head.len() && head.starts_with(&MAGIC) { Ok(()) } else { Err(TraceError::NotATrace) }
+            if n == head.len() && head.starts_with(&TRACE_MAGIC) {
+                Ok(())
+            } else {
+                Err(TraceError::NotATrace)
+            }
         })?;
         let version = head.last_chunk::<4>().map_or(0, |v| u32::from_le_bytes(*v));
         if version != VERSION {

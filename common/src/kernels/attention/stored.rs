@@ -4,8 +4,8 @@
 use super::{RowsMut, RowsRef, StoredRows, accumulate, dots};
 use crate::kernels::float::Widen;
 use crate::math::LANES;
-use crate::quant::decode::decode_row_body;
 use crate::quant::Format;
+use crate::quant::decode::decode_row_body;
 
 /// Up to this many rows a stored matrix is decoded in registers; for more it is decoded once, into a buffer.
 const FUSED_ROWS_MAX: usize = 4;
@@ -37,7 +37,12 @@ pub(super) fn stored_dots<S: Widen>(s: S, a: RowsRef<'_>, w: StoredRows<'_>, out
 
 /// See [`Kernels::stored_accumulate`].
 #[inline(always)]
-pub(super) fn stored_accumulate<S: Widen>(s: S, weights: RowsRef<'_>, w: StoredRows<'_>, out: &mut RowsMut<'_>) {
+pub(super) fn stored_accumulate<S: Widen>(
+    s: S,
+    weights: RowsRef<'_>,
+    w: StoredRows<'_>,
+    out: &mut RowsMut<'_>,
+) {
     if weights.count <= FUSED_ROWS_MAX && w.matrix.cols.is_multiple_of(LANES) {
         match (w.matrix.format, nibble_shift(w.matrix.format)) {
             (Format::Int8Row, _) => return fused_accumulate(s, weights, Int8Rows(w), w, out),

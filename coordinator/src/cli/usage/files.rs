@@ -12,6 +12,7 @@ use shimmer_common::experts::usage::{SavedUsage, colibri, file};
 use super::super::error::CliError;
 use super::super::open;
 use super::super::output;
+use super::learning::refuse_foreign;
 
 /// Which model's usage.
 #[derive(Args, Clone, Debug)]
@@ -110,6 +111,7 @@ pub struct ExportArgs {
 /// # Errors
 /// [`CliError`].
 pub fn export(args: &ExportArgs) -> Result<(), CliError> {
+    refuse_foreign(&args.to, &file::MAGIC, "--to", "expert usage")?;
     let kept = args.kept.open()?;
     let saved = kept.load()?.ok_or_else(|| {
         CliError::Failed(format!("{} does not exist: nothing was learned yet", kept.path.display()))

@@ -6,8 +6,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use shimmer_common::container::{Container, Fingerprint};
+use shimmer_common::disk;
 use shimmer_common::experts::usage::simulate::PolicyKind;
-use shimmer_common::experts::usage::{ObservedExperts, TraceShape, TraceSink, UsageKeeper, file};
+use shimmer_common::experts::usage::{
+    ObservedExperts, TRACE_MAGIC, TraceShape, TraceSink, UsageKeeper, file,
+};
 use shimmer_common::experts::{EvictionPolicy, ExpertCompute, ExpertLayout, LocalStore};
 
 use super::super::error::CliError;
@@ -35,7 +38,10 @@ impl Learning {
         let model = container.fingerprint()?;
         let path = match &limits.usage {
             UsageArg::Off => None,
-            UsageArg::File(path) => Some(path.clone()),
+            UsageArg::File(path) => {
+                refuse_foreign(path, &file::MAGIC, "--usage", "expert usage")?;
+                Some(path.clone())
+            }
             UsageArg::Auto => file::place(container.dir(), model),
         };
         let trace = limits.trace_routes.as_deref().map(|path| open_trace(path, model, layout)).transpose()?;
@@ -86,10 +92,26 @@ impl Drop for Learning {
     }
 }
 
+/// Refuses to write over a file of another kind.
+///
+/// # Errors
+/// [`CliError::Usage`].
+pub(super) fn refuse_foreign(path: &Path, magic: &[u8], flag: &str, what: &str) -> Result<(), CliError> {
+    // What cannot be read cannot be told; writing it says what is wrong.
+    if disk::may_replace(path, magic).unwrap_or(true) {
+        return Ok(());
+    }
+    let path = path.display();
+    Err(CliError::Usage(format!(
+        "{flag} {path}: this file holds something else than {what}; name another one"
+    )))
+}
+
 fn open_trace(path: &Path, model: Fingerprint, layout: &ExpertLayout) -> Result<TraceSink, CliError> {
     let failed = |e: &dyn std::fmt::Display| {
         CliError::Failed(format!("cannot write the routing trace {}: {e}", path.display()))
     };
+    refuse_foreign(path, &TRACE_MAGIC, "--trace-routes", "a routing trace")?;
     let out = File::create(path).map_err(|e| failed(&e))?;
     let shape = TraceShape::new(model.to_string(), layout);
     TraceSink::new(Box::new(BufWriter::new(out)), &shape).map_err(|e| failed(&e))

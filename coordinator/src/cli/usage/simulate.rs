@@ -9,11 +9,12 @@ use serde_json::{Value, json};
 use shimmer_common::experts::usage::simulate::{
     Budget, PhaseKind, PhaseResult, PolicyKind, Replay, Tally, simulate,
 };
-use shimmer_common::experts::usage::{Synthetic, TraceError, TraceReader};
+use shimmer_common::experts::usage::{Synthetic, TRACE_MAGIC, TraceError, TraceReader};
 use shimmer_common::size::Size;
 
 use super::super::error::CliError;
 use super::super::output;
+use super::learning::refuse_foreign;
 
 /// Arguments of `shimmer usage simulate`.
 #[derive(Args, Clone, Debug)]
@@ -84,6 +85,7 @@ pub struct SynthTraceArgs {
 pub fn synth_trace(args: &SynthTraceArgs) -> Result<(), CliError> {
     let failed =
         |e: &dyn std::fmt::Display| CliError::Failed(format!("cannot write {}: {e}", args.out.display()));
+    refuse_foreign(&args.out, &TRACE_MAGIC, "--out", "a routing trace")?;
     let out = BufWriter::new(File::create(&args.out).map_err(|e| failed(&e))?);
     args.synthetic.write(out).map_err(|e| failed(&e))?;
     output::emit(&format!("{}\n", args.out.display()))
@@ -141,12 +143,24 @@ fn read(args: &SimulateArgs) -> Result<Replay, CliError> {
         let file = File::open(path).map_err(|e| failed(e.into()))?;
         let mut reader = TraceReader::new(BufReader::new(file)).map_err(failed)?;
         let replay = replay.get_or_insert_with(|| Replay::new(reader.shape().clone()));
+        let before = tokens(replay);
         replay.append(&name(path), kind, &mut reader).map_err(failed)?;
+        if tokens(replay) == before {
+            let path = path.display();
+            return Err(CliError::Data(format!(
+                "{path} holds no routes; record them with --trace-routes again"
+            )));
+        }
         if !reader.is_complete() {
             output::note(&format!("warning: {} was cut short; what is whole is replayed", path.display()));
         }
     }
     replay.ok_or_else(|| CliError::Usage("give --trace FILE or --synthetic SPEC".into()))
+}
+
+/// Tokens of all phases.
+fn tokens(replay: &Replay) -> u64 {
+    replay.phases.iter().map(|phase| replay.tokens(phase)).sum()
 }
 
 fn name(path: &Path) -> String {
