@@ -137,6 +137,11 @@ fn what_a_run_records_never_replaces_a_file_of_another_kind() {
     // Its own kind is replaced.
     assert!(run(dir.path(), &args).status.success());
     let export = ["usage", "export", "--model", &model, "--usage", "kept", "--to"];
+    let reset = ["usage", "reset", "--model", &model, "--usage"];
+    for (name, words) in [("notes.txt", ["notes.txt", "another"]), ("off", ["--usage off", "leave"])] {
+        let args: Vec<&str> = reset.iter().copied().chain([name]).collect();
+        refused(dir.path(), &args, 2, &words);
+    }
     let to = |name| -> Vec<&str> { export.iter().copied().chain([name]).collect() };
     refused(dir.path(), &to("notes.txt"), 2, &["notes.txt", "another"]);
     for _ in 0..2 {

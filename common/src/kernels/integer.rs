@@ -10,7 +10,7 @@ use std::ops::Range;
 use super::activations::GROUP;
 use super::arrange::{Arranged, QUAD, QUAD_GROUPS, XRow};
 use super::engine::{Engine, Kernel};
-use super::prefetch::{AHEAD, tiles_ahead};
+use super::prefetch::{self, AHEAD, tiles_ahead};
 use super::rows::{
     CodeQuad, Int2, Int3, Int4, Int8, Packed, PackedRow, Source, StoredRows, TileRows, UnpackedRow, unpack,
 };
@@ -199,8 +199,12 @@ impl<P: Packed<N>, const N: usize, const BYTES: bool, const GROUPED: bool, const
                     *codes = UnpackedRow(&buffer[..quads.len()]);
                 }
                 if GROUPED {
-                    for groups in &mut groups {
+                    for (groups, stored) in groups.iter_mut().zip(&stored) {
                         *groups = &groups[quads.start * QUAD_GROUPS..];
+                        for block in 0..quads.len().div_ceil(BLOCK_QUADS) {
+                            let scales = groups.as_ptr().wrapping_add(block * LANES);
+                            prefetch::displaced::<64>(scales.cast(), stored.scales_ahead());
+                        }
                     }
                 }
                 let next = x_tiles.iter().skip(1).chain(x_tiles.first());

@@ -69,6 +69,9 @@ pub(super) trait Source: Copy {
     /// The first `quads` quads, which must exist.
     fn first(self, quads: usize) -> Self;
 
+    /// Distance, in bytes, to the scales that will be needed later; zero where they have been asked for.
+    fn scales_ahead(&self) -> usize;
+
     /// The codes of quad `q`; asks for the memory of some that will be needed later.
     fn quad<E: Engine>(&self, e: E, q: usize) -> [E::Codes; 4];
 }
@@ -108,6 +111,12 @@ impl<P: Packed<N>, const N: usize> Source for PackedRow<'_, P, N> {
     }
 
     #[inline(always)]
+    fn scales_ahead(&self) -> usize {
+        // A scale per 64 columns, a quarter of a quad.
+        self.ahead / N * (4 * size_of::<f32>())
+    }
+
+    #[inline(always)]
     fn quad<E: Engine>(&self, e: E, q: usize) -> [E::Codes; 4] {
         prefetch::displaced(self.whole.as_ptr().wrapping_add(q), self.ahead);
         P::unpack(e, self.whole.get(q).unwrap_or(self.tail))
@@ -129,6 +138,11 @@ impl<const BYTES: bool> Source for UnpackedRow<'_, BYTES> {
     #[inline(always)]
     fn first(self, quads: usize) -> Self {
         Self(&self.0[..quads])
+    }
+
+    #[inline(always)]
+    fn scales_ahead(&self) -> usize {
+        0
     }
 
     #[inline(always)]

@@ -62,6 +62,12 @@ pub(super) fn accumulate<E: Engine, W: Source, const GROUPED: bool, const R: usi
         for next in next {
             prefetch::displaced::<64>(next.scales.as_ptr().wrapping_add(block).cast(), 0);
         }
+        if GROUPED {
+            for (w, scales) in w.iter().zip(w_scales) {
+                let scales = scales.as_ptr().wrapping_add(block * LANES);
+                prefetch::displaced::<64>(scales.cast(), w.scales_ahead());
+            }
+        }
         let mut scales = [[[zero; 2]; C]; 2];
         for c in 0..C {
             let x_scales = e.load(&x[c].scales[block]);

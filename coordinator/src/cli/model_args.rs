@@ -169,11 +169,11 @@ pub struct LimitArgs {
     #[arg(long, value_enum, value_name = "HOW", default_value_t, hide_short_help = true)]
     pub io_cache: IoCacheChoice,
 
-    /// Reads under way at once, per disk, 1 MiB each [default: 32, down to 8 where --ram is small]
+    /// Reads under way at once, per disk, 1 MiB each, 1 to 256 [default: 32, down to 8 where --ram is small]
     #[arg(long, value_name = "N", value_parser = parse_depth, hide_short_help = true)]
     pub io_depth: Option<usize>,
 
-    /// Layers whose experts are guessed and read ahead; any value gives the same bits
+    /// Layers whose experts are guessed and read ahead, 0 to 3; any value gives the same bits
     #[arg(long, value_name = "LAYERS", default_value_t = LOOKAHEAD_DEPTH, value_parser = parse_lookahead, hide_short_help = true)]
     pub lookahead: usize,
 
@@ -181,7 +181,7 @@ pub struct LimitArgs {
     #[arg(long, value_name = "TOKENS", value_parser = parse_positive)]
     pub context: Option<usize>,
 
-    /// Drafts per round by the MTP layer: auto, off or a number
+    /// Drafts per round by the MTP layer: auto, off or a number up to 16
     #[arg(long, value_name = "N", default_value = "auto")]
     pub draft: DraftArg,
 
@@ -206,7 +206,7 @@ pub struct LimitArgs {
     pub policy: Option<PolicyKind>,
 
     /// Record which experts every row is routed to, for `shimmer usage simulate`
-    #[arg(long, value_name = "FILE", hide = true)]
+    #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub trace_routes: Option<PathBuf>,
 
     /// Nodes to use besides those that register, host:port,…
@@ -274,14 +274,22 @@ pub fn parse_positive(text: &str) -> Result<usize, String> {
     }
 }
 
-fn parse_threads(text: &str) -> Result<usize, String> {
+/// Parses a number of threads.
+///
+/// # Errors
+/// A hint.
+pub fn parse_threads(text: &str) -> Result<usize, String> {
     match text.parse::<usize>() {
         Ok(n @ 1..=1024) => Ok(n),
         _ => Err("write a number of threads from 1 to 1024".to_owned()),
     }
 }
 
-fn parse_depth(text: &str) -> Result<usize, String> {
+/// Parses a number of reads under way.
+///
+/// # Errors
+/// A hint.
+pub fn parse_depth(text: &str) -> Result<usize, String> {
     match text.parse::<usize>() {
         Ok(n @ 1..=256) => Ok(n),
         _ => Err("write a number of reads from 1 to 256".to_owned()),

@@ -22,7 +22,7 @@ use super::stats::Spread;
 use crate::cli::bandwidth::memory_buffer;
 use crate::cli::error::CliError;
 use crate::cli::interrupt::Interrupt;
-use crate::cli::model_args::parse_positive;
+use crate::cli::model_args::{parse_depth, parse_positive};
 use crate::cli::output;
 
 /// Arguments of `shimmer bench disk`.
@@ -57,7 +57,7 @@ pub struct DiskArgs {
     bytes: Size,
 
     /// Pieces under way at once
-    #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1,4,8,16", value_parser = parse_positive)]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1,4,8,16,32", value_parser = parse_depth)]
     depths: Vec<usize>,
 
     /// Measurements of each kind
@@ -263,8 +263,18 @@ fn make_file(
     interrupt: &Interrupt,
 ) -> Result<tempfile::NamedTempFile, CliError> {
     let size = args.size.0;
-    if args.read_size.0 == 0 || size / args.read_size.0 < 4 {
-        let what = format!("--size {} must hold at least four reads of {}", args.size, args.read_size);
+    const LEAST_READ: u64 = 4 << 10;
+    if args.read_size.0 < LEAST_READ {
+        return Err(CliError::Usage(format!(
+            "--read-size {} is too small; give 4KiB or more",
+            args.read_size
+        )));
+    }
+    if size / args.read_size.0 < 4 {
+        let what = format!(
+            "--size {} must hold at least four reads of {}; raise it or lower --read-size",
+            args.size, args.read_size
+        );
         return Err(CliError::Usage(what));
     }
     let cannot = |e: std::io::Error| CliError::io(format!("cannot write to {}", dir.display()), &e);

@@ -20,10 +20,18 @@ use super::stats::{Spread, percent};
 use crate::cli::bandwidth::{huge_share, read_rate};
 use crate::cli::error::CliError;
 use crate::cli::interrupt::Interrupt;
-use crate::cli::model_args::{IsaChoice, parse_positive};
+use crate::cli::model_args::{IsaChoice, parse_positive, parse_threads};
 use crate::cli::open::compute_pool;
 use crate::cli::output;
 use crate::cli::synth::FormatArg;
+
+/// Parses a number of activation rows.
+fn parse_rows(text: &str) -> Result<usize, String> {
+    match text.parse::<usize>() {
+        Ok(n @ 1..=65_536) => Ok(n),
+        _ => Err("write a number of rows from 1 to 65536".to_owned()),
+    }
+}
 
 /// Output rows and input columns of a matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,12 +71,12 @@ pub struct GemvArgs {
     #[arg(long, value_name = "FORMAT,…", value_delimiter = ',', default_value = "int4-g64,int8")]
     formats: Vec<FormatArg>,
 
-    /// Activation rows
-    #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1,8,128", value_parser = parse_positive)]
+    /// Activation rows, each up to 65536
+    #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1,8,128", value_parser = parse_rows)]
     rows: Vec<usize>,
 
     /// Numbers of threads [default: 1 and all physical cores]
-    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = parse_positive)]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = parse_threads)]
     threads: Vec<usize>,
 
     /// Output rows x input columns; the default is GLM-5.2's expert

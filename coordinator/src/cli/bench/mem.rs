@@ -11,7 +11,7 @@ use super::stats::{Spread, percent};
 use crate::cli::bandwidth::{huge_share, mac_rate, memory_buffer, read_rate};
 use crate::cli::error::CliError;
 use crate::cli::interrupt::Interrupt;
-use crate::cli::model_args::{IsaChoice, parse_positive};
+use crate::cli::model_args::{IsaChoice, parse_positive, parse_threads};
 use crate::cli::output;
 
 /// Arguments of `shimmer bench mem`.
@@ -23,7 +23,7 @@ use crate::cli::output;
 Reads a buffer far larger than the caches, every thread its own part, and multiplies in registers.")]
 pub struct MemArgs {
     /// Numbers of threads [default: 1 and all physical cores]
-    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = parse_positive)]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = parse_threads)]
     threads: Vec<usize>,
 
     /// Bytes to read through; at least four times the last-level cache

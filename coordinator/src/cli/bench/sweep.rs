@@ -60,11 +60,14 @@ pub struct SweepArgs {
 const SETTINGS: [(&str, &[&str]); 6] = [
     ("io", &["uring", "pread"]),
     ("io-cache", &["direct", "buffered"]),
-    ("io-depth", &["1", "4", "16", "32"]),
+    ("io-depth", &["1", "4", "8", "16", "64"]),
     ("lookahead", &["0", "1", "2"]),
     ("policy", &["lru", "lfu-da", "s3-fifo", "arc", "w-tinylfu"]),
     ("prefill-chunk", &["64", "1024"]),
 ];
+
+/// Below this no run would end in reasonable time.
+const LEAST_LIMIT: u64 = 1_000_000;
 
 /// Flags of one setting, empty for the defaults.
 type Setting = Vec<String>;
@@ -224,6 +227,9 @@ impl Throttle {
     /// Limits reads from the disk that holds `model`.
     fn new(model: &std::path::Path, bytes_per_s: u64) -> Result<Self, CliError> {
         let refuse = |what: &str| CliError::Usage(format!("--disk-limit: {what}"));
+        if bytes_per_s < LEAST_LIMIT {
+            return Err(refuse("a run would not end with less than 1MB a second; give more"));
+        }
         let device =
             disk_of(model).ok_or_else(|| refuse("the model's disk cannot be told on this system"))?;
         let name = format!("shimmer-sweep-{}", std::process::id());

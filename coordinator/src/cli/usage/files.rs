@@ -10,6 +10,7 @@ use shimmer_common::experts::ExpertLayout;
 use shimmer_common::experts::usage::{SavedUsage, colibri, file};
 
 use super::super::error::CliError;
+use super::super::model_args::UsageArg;
 use super::super::open;
 use super::super::output;
 use super::learning::refuse_foreign;
@@ -23,7 +24,7 @@ pub struct KeptArgs {
 
     /// The usage file [default: beside the model, else in the cache directory]
     #[arg(long, value_name = "FILE")]
-    pub usage: Option<PathBuf>,
+    pub usage: Option<UsageArg>,
 }
 
 /// A model and the file its usage is kept in.
@@ -45,8 +46,11 @@ impl KeptArgs {
         let container = open::container(&self.model)?;
         let model = container.fingerprint()?;
         let path = match &self.usage {
-            Some(path) => path.clone(),
-            None => file::place(container.dir(), model).ok_or_else(|| {
+            Some(UsageArg::File(path)) => path.clone(),
+            Some(UsageArg::Off) => {
+                return Err(CliError::Usage("--usage off keeps nothing; name the file or leave --usage out".into()));
+            }
+            Some(UsageArg::Auto) | None => file::place(container.dir(), model).ok_or_else(|| {
                 CliError::Failed("neither the model's directory nor a cache directory can be written to; give --usage FILE".into())
             })?,
         };
@@ -85,6 +89,9 @@ pub struct ResetArgs {
 /// # Errors
 /// [`CliError`].
 pub fn reset(args: &ResetArgs) -> Result<(), CliError> {
+    if let Some(UsageArg::File(path)) = &args.kept.usage {
+        refuse_foreign(path, &file::MAGIC, "--usage", "expert usage")?;
+    }
     let kept = args.kept.open()?;
     match std::fs::remove_file(&kept.path) {
         Ok(()) => output::emit(&format!("removed {}\n", kept.path.display())),
