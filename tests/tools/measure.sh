@@ -38,7 +38,7 @@ for router in uniform zipf; do
 done
 run sweep-resident bench sweep --model "$dir/zipf"
 run sweep-quarter bench sweep --model "$dir/zipf" --expert-ram $quarter --cold --tokens 16
-run sweep-slow-disk bench sweep --model "$dir/zipf" --expert-ram $quarter --cold --tokens 16 --disk-limit 200MB
+run sweep-slow-disk bench sweep --model "$dir/zipf" --expert-ram $quarter --cold --tokens 4 --disk-limit 200MB
 run first-token run --model "$dir/uniform" --raw --prompt w0 --max-tokens 1 --greedy
 if [ ! -d "$dir/headers" ]; then
     "$shimmer" synth --to "$dir/headers" --preset glm-5.2-full --mtp --headers-only --shard-size 3GiB
