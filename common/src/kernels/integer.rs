@@ -10,7 +10,7 @@ use std::ops::Range;
 use super::activations::GROUP;
 use super::arrange::{Arranged, QUAD, QUAD_GROUPS, XRow};
 use super::engine::{Engine, Kernel};
-use super::prefetch::{self, AHEAD, tiles_ahead};
+use super::prefetch::{AHEAD, tiles_ahead};
 use super::rows::{
     CodeQuad, Int2, Int3, Int4, Int8, Packed, PackedRow, Source, StoredRows, TileRows, UnpackedRow, unpack,
 };
@@ -201,9 +201,8 @@ impl<P: Packed<N>, const N: usize, const BYTES: bool, const GROUPED: bool, const
                 if GROUPED {
                     for (groups, stored) in groups.iter_mut().zip(&stored) {
                         *groups = &groups[quads.start * QUAD_GROUPS..];
-                        for block in 0..quads.len().div_ceil(BLOCK_QUADS) {
-                            let scales = groups.as_ptr().wrapping_add(block * LANES);
-                            prefetch::displaced::<64>(scales.cast(), stored.scales_ahead());
+                        for first in (0..quads.len()).step_by(BLOCK_QUADS) {
+                            stored.ask_for_scales(&groups[first * QUAD_GROUPS..]);
                         }
                     }
                 }
@@ -212,7 +211,7 @@ impl<P: Packed<N>, const N: usize, const BYTES: bool, const GROUPED: bool, const
                     x_tiles.iter().zip(next).zip(outs.chunks_mut(C)).zip(&mut saved)
                 {
                     let mut acc = if s == 0 { zero } else { *saved };
-                    accumulate::<E, _, GROUPED, R, C>(e, &codes, groups, x, next, &mut acc);
+                    accumulate::<E, _, GROUPED, R, C>(e, &codes, groups, x, Some(next), &mut acc);
                     if s + 1 == segments.len() {
                         tile_rows.write::<GROUPED>(&dots(e, &acc), outs);
                     } else {

@@ -3,9 +3,11 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
+use super::arrange::QUAD_GROUPS;
 use super::engine::Engine;
 use super::prefetch;
 use super::scales::GroupScales;
+use crate::math::LANES;
 use crate::quant::MatrixRef;
 
 /// Stored codes of one kind, `N` bytes per quad.
@@ -69,8 +71,8 @@ pub(super) trait Source: Copy {
     /// The first `quads` quads, which must exist.
     fn first(self, quads: usize) -> Self;
 
-    /// Distance, in bytes, to the scales that will be needed later; zero where they have been asked for.
-    fn scales_ahead(&self) -> usize;
+    /// Asks for the memory of scales that will be needed later, `scales` being a vector of those of this row.
+    fn ask_for_scales(&self, scales: &[f32]);
 
     /// The codes of quad `q`; asks for the memory of some that will be needed later.
     fn quad<E: Engine>(&self, e: E, q: usize) -> [E::Codes; 4];
@@ -111,9 +113,10 @@ impl<P: Packed<N>, const N: usize> Source for PackedRow<'_, P, N> {
     }
 
     #[inline(always)]
-    fn scales_ahead(&self) -> usize {
-        // A scale per 64 columns, a quarter of a quad.
-        self.ahead / N * (4 * size_of::<f32>())
+    fn ask_for_scales(&self, scales: &[f32]) {
+        // As far ahead as the weights: a quad has four.
+        let ahead = self.ahead / N * (QUAD_GROUPS * size_of::<f32>());
+        prefetch::displaced::<{ LANES * size_of::<f32>() }>(scales.as_ptr().cast(), ahead);
     }
 
     #[inline(always)]
@@ -141,9 +144,7 @@ impl<const BYTES: bool> Source for UnpackedRow<'_, BYTES> {
     }
 
     #[inline(always)]
-    fn scales_ahead(&self) -> usize {
-        0
-    }
+    fn ask_for_scales(&self, _scales: &[f32]) {}
 
     #[inline(always)]
     fn quad<E: Engine>(&self, e: E, q: usize) -> [E::Codes; 4] {

@@ -22,7 +22,7 @@ pub(super) fn tile<E: Engine, W: Source, const GROUPED: bool, const R: usize, co
     x: &[XRow<'_>; C],
 ) -> [[f32; R]; C] {
     let mut acc = [[[e.splat(0.0); 2]; C]; 2];
-    accumulate::<E, W, GROUPED, R, C>(e, w, w_scales, x, x, &mut acc);
+    accumulate::<E, W, GROUPED, R, C>(e, w, w_scales, x, None, &mut acc);
     dots(e, &acc)
 }
 
@@ -38,7 +38,7 @@ pub(super) fn accumulate<E: Engine, W: Source, const GROUPED: bool, const R: usi
     w: &[W; R],
     w_scales: [&[f32]; R],
     x: &[XRow<'_>; C],
-    next: &[XRow<'_>; C],
+    next: Option<&[XRow<'_>; C]>,
     acc: &mut Accumulators<E, C>,
 ) {
     let (quads, blocks) = (x[0].quads.len(), x[0].scales.len());
@@ -59,13 +59,12 @@ pub(super) fn accumulate<E: Engine, W: Source, const GROUPED: bool, const R: usi
     for block in 0..blocks {
         let first = block * BLOCK_QUADS;
         let last = quads.min(first + BLOCK_QUADS);
-        for next in next {
+        for next in next.into_iter().flatten() {
             prefetch::displaced::<64>(next.scales.as_ptr().wrapping_add(block).cast(), 0);
         }
         if GROUPED {
             for (w, scales) in w.iter().zip(w_scales) {
-                let scales = scales.as_ptr().wrapping_add(block * LANES);
-                prefetch::displaced::<64>(scales.cast(), w.scales_ahead());
+                w.ask_for_scales(&scales[block * LANES..]);
             }
         }
         let mut scales = [[[zero; 2]; C]; 2];

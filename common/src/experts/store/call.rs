@@ -139,8 +139,6 @@ impl<'a> Call<'a> {
 impl Drop for Call<'_> {
     fn drop(&mut self) {
         self.ready.clear();
-        if self.core.cache.ended(self.number) {
-            self.core.signal.wake();
-        }
+        self.core.call_ended(self.number);
     }
 }

@@ -58,8 +58,6 @@ fn read(core: &Core, experts: &[(ExpertId, usize)]) -> Result<(), ExpertError> {
             }
         }
     }
-    if core.cache.ended(call) {
-        core.signal.wake();
-    }
+    core.call_ended(call);
     first_error.map_or(Ok(()), |(_, error)| Err(error))
 }

@@ -222,6 +222,13 @@ impl LocalStore {
 }
 
 impl Core {
+    /// Says that a call has ended, and has pinned experts brought back that gave way to it.
+    fn call_ended(&self, call: u64) {
+        if self.cache.ended(call) {
+            self.signal.wake();
+        }
+    }
+
     /// Queues a read; whoever waits for it hears from the cache.
     fn submit(&self, load: Load) {
         let Load { id, slot, why } = load;
