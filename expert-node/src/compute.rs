@@ -147,6 +147,7 @@ fn work(store: &LocalStore, job: Job) {
         queue_us: micros(queued),
         disk_us: u32::try_from(store.stats().wait_us.saturating_sub(waited_before)).unwrap_or(u32::MAX),
         compute_us: micros(begun.elapsed()),
+        ..v1::Reply::default()
     };
     // A closed stream means that the coordinator has gone on without us.
     let message = v1::FromNode { message: Some(v1::from_node::Message::Reply(reply)) };

@@ -74,6 +74,7 @@ async fn fetch_some(
         peer: Some(peer_to_wire(ours)),
         layers: ids.iter().map(|id| id.layer.into()).collect(),
         experts: ids.iter().map(|id| id.index.into()).collect(),
+        offsets: Vec::new(),
     };
     let broken = |status: tonic::Status| FetchError::Broken(status.message().to_owned());
     let mut parts = client.fetch(request).await.map_err(broken)?.into_inner();
@@ -186,6 +187,13 @@ mod tests {
 
     #[tonic::async_trait]
     impl Shards for Flipping {
+        async fn locate(
+            &self,
+            _: tonic::Request<v1::LocateRequest>,
+        ) -> Result<tonic::Response<v1::LocateReply>, tonic::Status> {
+            Ok(tonic::Response::new(v1::LocateReply::default()))
+        }
+
         type FetchStream = tokio_stream::Iter<std::vec::IntoIter<Result<v1::RecordPart, tonic::Status>>>;
 
         async fn fetch(
@@ -203,7 +211,7 @@ mod tests {
                 {
                     record[100] ^= 1;
                 }
-                let header = v1::RecordHeader { layer, expert, record_bytes, blake3 };
+                let header = v1::RecordHeader { layer, expert, record_bytes, blake3, offset: 0 };
                 parts.push(Ok(v1::RecordPart { part: Some(v1::record_part::Part::Header(header)) }));
                 for chunk in record.chunks(5000) {
                     let data = v1::record_part::Part::Data(chunk.to_vec().into());
@@ -255,8 +263,13 @@ mod tests {
 
     fn header(change: impl FnOnce(&mut v1::RecordHeader)) -> v1::RecordPart {
         let bytes = synthetic_layout(64, 64, &[1], 4).record_bytes(ID).unwrap() as u64;
-        let mut header =
-            v1::RecordHeader { layer: 1, expert: 2, record_bytes: bytes, blake3: vec![9; 32].into() };
+        let mut header = v1::RecordHeader {
+            layer: 1,
+            expert: 2,
+            record_bytes: bytes,
+            blake3: vec![9; 32].into(),
+            offset: 0,
+        };
         change(&mut header);
         v1::RecordPart { part: Some(v1::record_part::Part::Header(header)) }
     }

@@ -63,6 +63,7 @@ impl Registrar {
             peer: Some(peer_to_wire(&ours)),
             advertise: self.advertise.clone(),
             port: self.port.into(),
+            ..v1::RegisterRequest::default()
         };
         let call =
             tokio::time::timeout(CALL_TIMEOUT, ClusterClient::new(channel.clone()).register(request)).await;

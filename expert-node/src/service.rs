@@ -192,6 +192,7 @@ async fn session(
         holdings: Some(serving.holdings()),
         isa: serving.isa.clone(),
         ram_bytes: serving.ram_bytes,
+        ..v1::NodeHello::default()
     }))?;
     match next(&mut incoming).await? {
         Some(v1::to_node::Message::Verdict(verdict)) if verdict.accepted => {}

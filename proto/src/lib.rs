@@ -7,7 +7,7 @@
 
 /// Version of the protocol. Peers with different versions refuse each other: raise it whenever a
 /// message changes its meaning.
-pub const PROTOCOL_VERSION: u32 = 1;
+pub const PROTOCOL_VERSION: u32 = 2;
 
 /// Package `shimmer.v1`.
 #[allow(missing_docs, unused_qualifications, clippy::all, clippy::pedantic)]

@@ -18,7 +18,8 @@ use shimmer_node::wire::{decode_sums, dispatch_to_wire};
 use shimmer_proto::v1;
 
 use super::latency::Cost;
-use super::membership::{Event, Membership, Node};
+use super::membership::Membership;
+use super::node::{Event, Node};
 use super::placement;
 
 /// What dispatching needs to know; shared by all calls.

@@ -16,7 +16,8 @@ use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::Streaming;
 
-use super::membership::{Membership, Node};
+use super::membership::Membership;
+use super::node::Node;
 use super::state::ClusterState;
 
 /// Time for connecting and for each step of the handshake.
@@ -144,6 +145,7 @@ impl Handshake {
     async fn greet(&mut self, context: &LinkContext) -> Result<v1::NodeHello, String> {
         self.send(v1::to_node::Message::Hello(v1::CoordinatorHello {
             peer: Some(peer_to_wire(&context.facts)),
+            ..v1::CoordinatorHello::default()
         }))?;
         let answer = tokio::time::timeout(HANDSHAKE_TIMEOUT, self.incoming.message()).await;
         let answer = answer.map_err(|_| "did not greet in time")?.map_err(|status| tls::cause(&status))?;

@@ -1,8 +1,8 @@
 //! The cluster: certificates, joining, membership, dispatch with fall-back, shard distribution.
 //!
 //! Rooms: `state` (directory made by `cluster init`), `ca` (certificates), `token`, `service`
-//! (the gRPC server nodes join and fetch from), `membership`, `placement`, `link` (one stream per
-//! node), `latency` (deadlines), `dispatch` (one layer over the cluster). [`ClusterExperts`] is the
+//! (the gRPC server nodes join at), `shards` (records on the same server), `membership`, `node`,
+//! `placement`, `link` (one stream per node), `latency` (deadlines), `dispatch` (one layer over the cluster). [`ClusterExperts`] is the
 //! seam's distributed implementation.
 //!
 //! Two threads with a single-threaded runtime each: `shimmer-wire` carries dispatches and nothing
@@ -14,8 +14,10 @@ mod dispatch;
 mod latency;
 mod link;
 mod membership;
+mod node;
 mod placement;
 mod service;
+mod shards;
 mod state;
 mod token;
 
@@ -206,14 +208,12 @@ impl ClusterExperts {
     /// # Errors
     /// [`ClusterError::Node`] naming who is missing.
     pub fn wait_ready(&self, count: usize, timeout: Duration) -> Result<(), ClusterError> {
-        let ready =
-            |nodes: &[Arc<membership::Node>]| nodes.iter().filter(|n| membership::is_ready(n)).count();
+        let ready = |nodes: &[Arc<node::Node>]| nodes.iter().filter(|n| n.is_ready()).count();
         if self.dispatcher.membership.wait(Instant::now() + timeout, |nodes| ready(nodes) >= count) {
             return Ok(());
         }
         let nodes = self.dispatcher.membership.all();
-        let missing: Vec<_> =
-            nodes.iter().filter(|n| !membership::is_ready(n)).map(|n| n.describe()).collect();
+        let missing: Vec<_> = nodes.iter().filter(|n| !n.is_ready()).map(|n| n.describe()).collect();
         let who =
             if missing.is_empty() { "nodes that have not joined yet".to_owned() } else { missing.join(", ") };
         Err(ClusterError::Node {

@@ -1,4 +1,4 @@
-//! The control port: `Cluster` (join, register) and `Shards` (fetch records).
+//! The control port: `Cluster` (join, register); `Shards` on the same port is in `shards`.
 //!
 //! TLS asks for a client certificate but lets a caller without one in, because a node has none before
 //! it joins; every call but `Join` then insists on the certificate of a known node.
@@ -7,15 +7,12 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use shimmer_common::experts::{ExpertError, ExpertId, ExpertSource};
-use shimmer_common::mem::AlignedBuf;
+use shimmer_common::experts::ExpertSource;
 use shimmer_node::tls::{self, Credentials};
 use shimmer_node::wire::{Facts, check_peer, layout_to_wire, peer_to_wire};
 use shimmer_proto::v1::cluster_server::{Cluster, ClusterServer};
-use shimmer_proto::v1::shards_server::{Shards, ShardsServer};
+use shimmer_proto::v1::shards_server::ShardsServer;
 use shimmer_proto::{PROTOCOL_VERSION, v1};
-use tokio::sync::mpsc;
-use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::{TcpConnectInfo, TcpIncoming, TlsConnectInfo};
 use tonic::transport::{Server, ServerTlsConfig};
 use tonic::{Request, Response, Status};
@@ -28,8 +25,6 @@ use super::{ca, placement, token};
 const HEARTBEAT: Duration = Duration::from_secs(3);
 /// How often a silent connection is asked for a sign of life, and how long one may take.
 const KEEP_ALIVE: Duration = Duration::from_secs(20);
-/// Bytes of a record per message.
-const PART_BYTES: usize = 1 << 20;
 
 /// What the control port serves.
 #[derive(Clone)]
@@ -71,7 +66,7 @@ pub(super) async fn serve(
 
 impl Control {
     /// The member behind a call.
-    fn caller<T>(&self, request: &Request<T>) -> Result<Member, Status> {
+    pub(super) fn caller<T>(&self, request: &Request<T>) -> Result<Member, Status> {
         let id = tls::peer_node_id(request).ok_or_else(|| {
             Status::unauthenticated(
                 "this call needs a node's certificate; join first with `shimmer-node join TOKEN`",
@@ -200,74 +195,11 @@ impl Cluster for Control {
                 layout: Some(layout_to_wire(layout)),
                 assigned: placement::assigned(layout, &owners, &member.id).to_wire(),
                 heartbeat_ms: HEARTBEAT.as_millis() as u32,
+                ..v1::RegisterReply::default()
             }))
         })
         .await
     }
-}
-
-#[tonic::async_trait]
-impl Shards for Control {
-    type FetchStream = ReceiverStream<Result<v1::RecordPart, Status>>;
-
-    async fn fetch(&self, request: Request<v1::FetchRequest>) -> Result<Response<Self::FetchStream>, Status> {
-        let member = self.caller(&request)?;
-        let request = request.into_inner();
-        check_peer(&self.facts, request.peer.as_ref()).map_err(Status::failed_precondition)?;
-        let layout = self.source.layout();
-        let wanted: Option<Vec<ExpertId>> = request
-            .layers
-            .iter()
-            .zip(&request.experts)
-            .map(|(&layer, &index)| {
-                Some(ExpertId { layer: layer.try_into().ok()?, index: index.try_into().ok()? })
-            })
-            .map(|id| id.filter(|&id| layout.spec(id).is_some()))
-            .collect();
-        let wanted = wanted.filter(|w| w.len() == request.layers.len() && w.len() == request.experts.len());
-        let wanted = wanted
-            .ok_or_else(|| Status::invalid_argument("the fetch names experts this model does not have"))?;
-        tracing::debug!(node = member.name, records = wanted.len(), "fetch");
-        let (parts, stream) = mpsc::channel(4);
-        let source = self.source.clone();
-        tokio::task::spawn_blocking(move || {
-            for id in wanted {
-                if let Err(status) = send_record(source.as_ref(), id, &parts) {
-                    // Fails only when the node has hung up.
-                    let _ = parts.blocking_send(Err(status));
-                    return;
-                }
-            }
-        });
-        Ok(Response::new(ReceiverStream::new(stream)))
-    }
-}
-
-type Parts = mpsc::Sender<Result<v1::RecordPart, Status>>;
-
-fn send_record(source: &dyn ExpertSource, id: ExpertId, parts: &Parts) -> Result<(), Status> {
-    let bytes =
-        source.layout().record_bytes(id).ok_or_else(|| Status::not_found(format!("{id} does not exist")))?;
-    let mut record = AlignedBuf::zeroed(bytes)
-        .map_err(|e| Status::resource_exhausted(format!("no memory for {id}: {e}")))?;
-    source.read(id, &mut record).map_err(|e| match e {
-        ExpertError::Missing { .. } => Status::not_found(e.to_string()),
-        _ => Status::data_loss(e.to_string()),
-    })?;
-    let header = v1::RecordHeader {
-        layer: id.layer.into(),
-        expert: id.index.into(),
-        record_bytes: bytes as u64,
-        blake3: blake3::hash(&record).as_bytes().to_vec().into(),
-    };
-    let gone = |_| Status::cancelled("the node hung up");
-    let part = |part| Ok(v1::RecordPart { part: Some(part) });
-    parts.blocking_send(part(v1::record_part::Part::Header(header))).map_err(gone)?;
-    for chunk in record.chunks(PART_BYTES) {
-        let data = bytes::Bytes::copy_from_slice(chunk);
-        parts.blocking_send(part(v1::record_part::Part::Data(data))).map_err(gone)?;
-    }
-    Ok(())
 }
 
 /// Runs what touches the disk beside the network.

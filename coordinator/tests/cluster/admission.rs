@@ -206,7 +206,10 @@ fn another_protocol_version_is_refused_naming_both_sides() {
 
     let name = tls::node_name(&node.config.settings.id);
     let (runtime, to_node) = channel(&coordinator_credentials(&cluster.state), node.addr, &name);
-    let hello = v1::CoordinatorHello { peer: Some(v1::Peer { name: "the coordinator".into(), ..peer }) };
+    let hello = v1::CoordinatorHello {
+        peer: Some(v1::Peer { name: "the coordinator".into(), ..peer }),
+        ..v1::CoordinatorHello::default()
+    };
     let hello = v1::ToNode { message: Some(v1::to_node::Message::Hello(hello)) };
     let answer = runtime.block_on(async {
         let mut answers =

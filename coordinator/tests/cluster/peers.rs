@@ -59,6 +59,7 @@ impl Experts for Mad {
             holdings: Some(v1::Holdings { held: held.to_wire(), syncing: false }),
             isa: "mad".into(),
             ram_bytes: u64::MAX,
+            ..v1::NodeHello::default()
         });
         let answer = self.answer;
         let (answers, stream) = tokio::sync::mpsc::unbounded_channel();
@@ -111,8 +112,11 @@ async fn register(
     let address = cluster.experts.control_addr().to_string();
     let channel = tls::connect(credentials, &address, tls::COORDINATOR_NAME, PATIENCE).await.unwrap();
     let facts = Facts { name: "node".into(), fingerprint: None, profile: None };
-    let request =
-        v1::RegisterRequest { peer: Some(peer_to_wire(&facts)), advertise: Vec::new(), port: port.into() };
+    let request = v1::RegisterRequest {
+        peer: Some(peer_to_wire(&facts)),
+        port: port.into(),
+        ..v1::RegisterRequest::default()
+    };
     ClusterClient::new(channel).register(request).await.map(Response::into_inner)
 }
 
@@ -227,7 +231,10 @@ fn open_stream(
     };
     let name = tls::node_name(&node.config.settings.id);
     let (runtime, to_node) = channel(&coordinator_credentials(&cluster.state), node.addr, &name);
-    let hello = v1::to_node::Message::Hello(v1::CoordinatorHello { peer: Some(peer_to_wire(&facts)) });
+    let hello = v1::to_node::Message::Hello(v1::CoordinatorHello {
+        peer: Some(peer_to_wire(&facts)),
+        ..v1::CoordinatorHello::default()
+    });
     let verdict = v1::to_node::Message::Verdict(v1::Verdict { accepted: true, reason: String::new() });
     let messages = tokio_stream::iter([hello, verdict]).chain(work.map(v1::to_node::Message::Dispatch));
     let messages = messages.map(|message| v1::ToNode { message: Some(message) });

@@ -46,7 +46,7 @@ pub struct JoinReply {
     #[prost(bytes = "bytes", tag = "1")]
     pub certificate: ::prost::bytes::Bytes,
 }
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct RegisterRequest {
     #[prost(message, optional, tag = "1")]
     pub peer: ::core::option::Option<Peer>,
@@ -56,6 +56,45 @@ pub struct RegisterRequest {
     /// Port the Experts service listens on.
     #[prost(uint32, tag = "3")]
     pub port: u32,
+    /// Random id of the node's process: two processes with one identity have different ones.
+    #[prost(bytes = "bytes", tag = "4")]
+    pub instance: ::prost::bytes::Bytes,
+    /// What the node measured of itself; absent until it has.
+    #[prost(message, optional, tag = "5")]
+    pub measurement: ::core::option::Option<Measurement>,
+    /// Clock of the node, milliseconds since 1970.
+    #[prost(uint64, tag = "6")]
+    pub unix_ms: u64,
+    /// Version of the program, for people.
+    #[prost(string, tag = "7")]
+    pub version: ::prost::alloc::string::String,
+    /// Experts this node holds (a bitset in the order of the layout); empty before it knows the layout.
+    #[prost(bytes = "bytes", tag = "8")]
+    pub held: ::prost::bytes::Bytes,
+}
+/// What a node measured of its own machine.
+#[derive(Clone, Copy, PartialEq, ::prost::Message)]
+pub struct Measurement {
+    /// Reads of whole records at random places, several at once, past the page cache.
+    #[prost(double, tag = "1")]
+    pub disk_bytes_per_s: f64,
+    /// Microseconds for one such read alone.
+    #[prost(double, tag = "2")]
+    pub disk_read_us: f64,
+    /// Weights multiplied with one row, all threads, from memory.
+    #[prost(double, tag = "3")]
+    pub gemv_bytes_per_s: f64,
+    /// RAM for experts now.
+    #[prost(uint64, tag = "4")]
+    pub ram_bytes: u64,
+    /// Free bytes where records are kept.
+    #[prost(uint64, tag = "5")]
+    pub disk_free_bytes: u64,
+    #[prost(uint32, tag = "6")]
+    pub threads: u32,
+    /// When, milliseconds since 1970.
+    #[prost(uint64, tag = "7")]
+    pub unix_ms: u64,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct RegisterReply {
@@ -70,6 +109,34 @@ pub struct RegisterReply {
     /// When to register again, in milliseconds.
     #[prost(uint32, tag = "4")]
     pub heartbeat_ms: u32,
+    /// Other nodes records can be fetched from.
+    #[prost(message, repeated, tag = "5")]
+    pub sources: ::prost::alloc::vec::Vec<Source>,
+    /// Ids of all members that may fetch records.
+    #[prost(string, repeated, tag = "6")]
+    pub roster: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// Why the coordinator cannot reach the node; empty when it can or has not tried.
+    #[prost(string, tag = "7")]
+    pub unreachable: ::prost::alloc::string::String,
+    /// Clock of the coordinator, milliseconds since 1970.
+    #[prost(uint64, tag = "8")]
+    pub unix_ms: u64,
+    /// Most bytes per second to fetch with; 0 = as fast as the link allows.
+    #[prost(uint64, tag = "9")]
+    pub fetch_bytes_per_s: u64,
+}
+/// A node that serves records.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Source {
+    #[prost(string, tag = "1")]
+    pub node_id: ::prost::alloc::string::String,
+    #[prost(string, tag = "2")]
+    pub name: ::prost::alloc::string::String,
+    #[prost(string, repeated, tag = "3")]
+    pub addresses: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// Bitset of the experts it holds.
+    #[prost(bytes = "bytes", tag = "4")]
+    pub held: ::prost::bytes::Bytes,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct MatrixSpec {
@@ -118,6 +185,26 @@ pub struct FetchRequest {
     pub layers: ::prost::alloc::vec::Vec<u32>,
     #[prost(uint32, repeated, tag = "3")]
     pub experts: ::prost::alloc::vec::Vec<u32>,
+    /// For each expert the bytes its asker has already; empty when none of them has any.
+    #[prost(uint64, repeated, tag = "4")]
+    pub offsets: ::prost::alloc::vec::Vec<u64>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct LocateRequest {
+    #[prost(message, optional, tag = "1")]
+    pub peer: ::core::option::Option<Peer>,
+    /// Experts asked for, as pairs (layer, index).
+    #[prost(uint32, repeated, tag = "2")]
+    pub layers: ::prost::alloc::vec::Vec<u32>,
+    #[prost(uint32, repeated, tag = "3")]
+    pub experts: ::prost::alloc::vec::Vec<u32>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct LocateReply {
+    /// 32 bytes of BLAKE3 per expert asked for; zeros where the coordinator does not know it yet, because
+    /// nobody has fetched that record from it.
+    #[prost(bytes = "bytes", tag = "1")]
+    pub blake3: ::prost::bytes::Bytes,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct RecordPart {
@@ -145,6 +232,9 @@ pub struct RecordHeader {
     /// BLAKE3 of the whole record, 32 bytes.
     #[prost(bytes = "bytes", tag = "4")]
     pub blake3: ::prost::bytes::Bytes,
+    /// Where in the record the data begins.
+    #[prost(uint64, tag = "5")]
+    pub offset: u64,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct ToNode {
@@ -199,6 +289,9 @@ pub struct Holdings {
 pub struct CoordinatorHello {
     #[prost(message, optional, tag = "1")]
     pub peer: ::core::option::Option<Peer>,
+    /// Random id of the coordinator's process. A node works for one instance at a time.
+    #[prost(bytes = "bytes", tag = "2")]
+    pub instance: ::prost::bytes::Bytes,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct NodeHello {
@@ -214,6 +307,9 @@ pub struct NodeHello {
     /// RAM given to experts.
     #[prost(uint64, tag = "5")]
     pub ram_bytes: u64,
+    /// Random id of the node's process.
+    #[prost(bytes = "bytes", tag = "6")]
+    pub instance: ::prost::bytes::Bytes,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Verdict {
@@ -253,6 +349,18 @@ pub struct Dispatch {
     pub row_indices: ::prost::alloc::vec::Vec<u32>,
     #[prost(float, repeated, tag = "11")]
     pub gates: ::prost::alloc::vec::Vec<f32>,
+    /// What coming layers will probably ask of this node. A hint replaces the one before it for its layer
+    /// and ends when a dispatch of that layer, or of a later one, arrives.
+    #[prost(message, repeated, tag = "12")]
+    pub hints: ::prost::alloc::vec::Vec<Hint>,
+}
+/// Experts, the most likely first, that the node may read ahead when its disk has nothing else to do.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Hint {
+    #[prost(uint32, tag = "1")]
+    pub layer: u32,
+    #[prost(uint32, repeated, tag = "2")]
+    pub experts: ::prost::alloc::vec::Vec<u32>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Cancel {
@@ -281,6 +389,13 @@ pub struct Reply {
     pub disk_us: u32,
     #[prost(uint32, tag = "6")]
     pub compute_us: u32,
+    /// Experts found in memory, experts that had to be read, and the bytes read for them.
+    #[prost(uint32, tag = "7")]
+    pub hits: u32,
+    #[prost(uint32, tag = "8")]
+    pub misses: u32,
+    #[prost(uint64, tag = "9")]
+    pub read_bytes: u64,
     #[prost(oneof = "reply::Outcome", tags = "2, 3")]
     pub outcome: ::core::option::Option<reply::Outcome>,
 }
@@ -294,6 +409,202 @@ pub mod reply {
         #[prost(message, tag = "3")]
         Failure(super::Failure),
     }
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Ping {
+    #[prost(uint64, tag = "1")]
+    pub id: u64,
+    /// The process that asks.
+    #[prost(bytes = "bytes", tag = "2")]
+    pub instance: ::prost::bytes::Bytes,
+    /// For how long, from the arrival of this ping, the node belongs to that instance.
+    #[prost(uint32, tag = "3")]
+    pub lease_ms: u32,
+    /// Ids whose certificates are no longer accepted.
+    #[prost(string, repeated, tag = "4")]
+    pub revoked: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct Pulse {
+    #[prost(uint64, tag = "1")]
+    pub id: u64,
+    #[prost(bytes = "bytes", tag = "2")]
+    pub instance: ::prost::bytes::Bytes,
+    #[prost(message, optional, tag = "3")]
+    pub load: ::core::option::Option<Load>,
+    /// Why the node does not work for this instance; empty when it does.
+    #[prost(string, tag = "4")]
+    pub refused: ::prost::alloc::string::String,
+}
+/// What a node is doing.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct Load {
+    #[prost(message, optional, tag = "1")]
+    pub measurement: ::core::option::Option<Measurement>,
+    #[prost(message, optional, tag = "2")]
+    pub sync: ::core::option::Option<SyncProgress>,
+    /// Records in memory: learned pins and others; and how many fit.
+    #[prost(uint32, tag = "3")]
+    pub pinned: u32,
+    #[prost(uint32, tag = "4")]
+    pub cached: u32,
+    #[prost(uint32, tag = "5")]
+    pub slots: u32,
+    /// Dispatches waiting or in work.
+    #[prost(uint32, tag = "6")]
+    pub queued: u32,
+    /// Counts since the process began.
+    #[prost(uint64, tag = "7")]
+    pub dispatches: u64,
+    #[prost(uint64, tag = "8")]
+    pub experts: u64,
+    #[prost(uint64, tag = "9")]
+    pub hits: u64,
+    #[prost(uint64, tag = "10")]
+    pub misses: u64,
+    #[prost(uint64, tag = "11")]
+    pub read_bytes: u64,
+    #[prost(uint64, tag = "12")]
+    pub hinted_bytes: u64,
+    #[prost(uint64, tag = "13")]
+    pub hinted_used_bytes: u64,
+    #[prost(uint64, tag = "14")]
+    pub hinted_wasted_bytes: u64,
+    /// Whether hints are taken now: off where the disk has no slack.
+    #[prost(bool, tag = "15")]
+    pub takes_hints: bool,
+    /// Bytes of records sent to other members.
+    #[prost(uint64, tag = "16")]
+    pub sent_bytes: u64,
+}
+/// How far the fetching of records is.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct SyncProgress {
+    #[prost(uint32, tag = "1")]
+    pub wanted_records: u32,
+    #[prost(uint32, tag = "2")]
+    pub held_records: u32,
+    #[prost(uint64, tag = "3")]
+    pub wanted_bytes: u64,
+    #[prost(uint64, tag = "4")]
+    pub held_bytes: u64,
+    /// Bytes received since the process began, whatever became of them.
+    #[prost(uint64, tag = "5")]
+    pub received_bytes: u64,
+    #[prost(double, tag = "6")]
+    pub bytes_per_s: f64,
+    /// Seconds to go at that rate; 0 when nothing is missing or the rate is not known.
+    #[prost(double, tag = "7")]
+    pub eta_s: f64,
+    /// Names of those that send now.
+    #[prost(string, repeated, tag = "8")]
+    pub sources: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// Why nothing goes on; empty when it does.
+    #[prost(string, tag = "9")]
+    pub problem: ::prost::alloc::string::String,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct EchoPart {
+    #[prost(uint32, tag = "1")]
+    pub sequence: u32,
+    #[prost(bytes = "bytes", tag = "2")]
+    pub payload: ::prost::bytes::Bytes,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ReachRequest {
+    /// Member to dial: its id (empty: the coordinator) and where.
+    #[prost(string, tag = "1")]
+    pub node_id: ::prost::alloc::string::String,
+    #[prost(string, tag = "2")]
+    pub address: ::prost::alloc::string::String,
+    /// Round trips of a small message, and bytes for the throughput.
+    #[prost(uint32, tag = "3")]
+    pub round_trips: u32,
+    #[prost(uint64, tag = "4")]
+    pub bytes: u64,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ReachReply {
+    /// Why the member cannot be reached; empty when it can.
+    #[prost(string, tag = "1")]
+    pub problem: ::prost::alloc::string::String,
+    /// Microseconds of each round trip, ascending.
+    #[prost(uint32, repeated, tag = "2")]
+    pub round_trip_us: ::prost::alloc::vec::Vec<u32>,
+    #[prost(double, tag = "3")]
+    pub bytes_per_s: f64,
+    /// Whether this side sends small messages at once (TCP_NODELAY).
+    #[prost(bool, tag = "4")]
+    pub no_delay: bool,
+    /// Largest packet of the way there, 0 where the system does not say.
+    #[prost(uint32, tag = "5")]
+    pub mtu: u32,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct DiskRequest {
+    /// How long to measure.
+    #[prost(uint32, tag = "1")]
+    pub millis: u32,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct DiskReply {
+    #[prost(double, tag = "1")]
+    pub bytes_per_s: f64,
+    #[prost(double, tag = "2")]
+    pub read_us: f64,
+    /// Why it could not be measured.
+    #[prost(string, tag = "3")]
+    pub problem: ::prost::alloc::string::String,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct StatusRequest {}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct StatusReply {
+    /// The coordinator's ClusterReport as JSON.
+    #[prost(string, tag = "1")]
+    pub json: ::prost::alloc::string::String,
+}
+/// What a person asks the running coordinator to do.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ChangeRequest {
+    #[prost(oneof = "change_request::Change", tags = "1, 2, 3, 4, 5")]
+    pub change: ::core::option::Option<change_request::Change>,
+}
+/// Nested message and enum types in `ChangeRequest`.
+pub mod change_request {
+    #[derive(Clone, PartialEq, Eq, Hash, ::prost::Oneof)]
+    pub enum Change {
+        /// Node (id or name) that should own nothing any more, but serve until others have its experts.
+        #[prost(string, tag = "1")]
+        Drain(::prost::alloc::string::String),
+        /// Drain, then forget.
+        #[prost(string, tag = "2")]
+        Remove(::prost::alloc::string::String),
+        /// Stop accepting its certificate now.
+        #[prost(string, tag = "3")]
+        Revoke(::prost::alloc::string::String),
+        /// Let a drained node take part again.
+        #[prost(string, tag = "4")]
+        Resume(::prost::alloc::string::String),
+        /// Plan anew with what has been measured.
+        #[prost(message, tag = "5")]
+        Rebalance(super::Rebalance),
+    }
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Rebalance {
+    /// Only say what would change.
+    #[prost(bool, tag = "1")]
+    pub dry_run: bool,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ChangeReply {
+    /// What was done, for people.
+    #[prost(string, tag = "1")]
+    pub sentence: ::prost::alloc::string::String,
+    /// Details as JSON; empty where there are none.
+    #[prost(string, tag = "2")]
+    pub json: ::prost::alloc::string::String,
 }
 /// Storage format of a matrix; `group` of MatrixSpec qualifies INT4_GROUPED.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
@@ -757,6 +1068,361 @@ pub mod cluster_server {
     }
 }
 /// Generated client implementations.
+pub mod admin_client {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    use tonic::codegen::http::Uri;
+    /// Served by the coordinator to holders of its own certificate: the command line on its machine.
+    #[derive(Debug, Clone)]
+    pub struct AdminClient<T> {
+        inner: tonic::client::Grpc<T>,
+    }
+    impl AdminClient<tonic::transport::Channel> {
+        /// Attempt to create a new client by connecting to a given endpoint.
+        pub async fn connect<D>(dst: D) -> Result<Self, tonic::transport::Error>
+        where
+            D: TryInto<tonic::transport::Endpoint>,
+            D::Error: Into<StdError>,
+        {
+            let conn = tonic::transport::Endpoint::new(dst)?.connect().await?;
+            Ok(Self::new(conn))
+        }
+    }
+    impl<T> AdminClient<T>
+    where
+        T: tonic::client::GrpcService<tonic::body::Body>,
+        T::Error: Into<StdError>,
+        T::ResponseBody: Body<Data = Bytes> + std::marker::Send + 'static,
+        <T::ResponseBody as Body>::Error: Into<StdError> + std::marker::Send,
+    {
+        pub fn new(inner: T) -> Self {
+            let inner = tonic::client::Grpc::new(inner);
+            Self { inner }
+        }
+        pub fn with_origin(inner: T, origin: Uri) -> Self {
+            let inner = tonic::client::Grpc::with_origin(inner, origin);
+            Self { inner }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> AdminClient<InterceptedService<T, F>>
+        where
+            F: tonic::service::Interceptor,
+            T::ResponseBody: Default,
+            T: tonic::codegen::Service<
+                http::Request<tonic::body::Body>,
+                Response = http::Response<
+                    <T as tonic::client::GrpcService<tonic::body::Body>>::ResponseBody,
+                >,
+            >,
+            <T as tonic::codegen::Service<
+                http::Request<tonic::body::Body>,
+            >>::Error: Into<StdError> + std::marker::Send + std::marker::Sync,
+        {
+            AdminClient::new(InterceptedService::new(inner, interceptor))
+        }
+        /// Compress requests with the given encoding.
+        ///
+        /// This requires the server to support it otherwise it might respond with an
+        /// error.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.inner = self.inner.send_compressed(encoding);
+            self
+        }
+        /// Enable decompressing responses.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.inner = self.inner.accept_compressed(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.inner = self.inner.max_decoding_message_size(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.inner = self.inner.max_encoding_message_size(limit);
+            self
+        }
+        pub async fn status(
+            &mut self,
+            request: impl tonic::IntoRequest<super::StatusRequest>,
+        ) -> std::result::Result<tonic::Response<super::StatusReply>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/shimmer.v1.Admin/Status");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("shimmer.v1.Admin", "Status"));
+            self.inner.unary(req, path, codec).await
+        }
+        pub async fn change(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ChangeRequest>,
+        ) -> std::result::Result<tonic::Response<super::ChangeReply>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/shimmer.v1.Admin/Change");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("shimmer.v1.Admin", "Change"));
+            self.inner.unary(req, path, codec).await
+        }
+    }
+}
+/// Generated server implementations.
+pub mod admin_server {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    /// Generated trait containing gRPC methods that should be implemented for use with AdminServer.
+    #[async_trait]
+    pub trait Admin: std::marker::Send + std::marker::Sync + 'static {
+        async fn status(
+            &self,
+            request: tonic::Request<super::StatusRequest>,
+        ) -> std::result::Result<tonic::Response<super::StatusReply>, tonic::Status>;
+        async fn change(
+            &self,
+            request: tonic::Request<super::ChangeRequest>,
+        ) -> std::result::Result<tonic::Response<super::ChangeReply>, tonic::Status>;
+    }
+    /// Served by the coordinator to holders of its own certificate: the command line on its machine.
+    #[derive(Debug)]
+    pub struct AdminServer<T> {
+        inner: Arc<T>,
+        accept_compression_encodings: EnabledCompressionEncodings,
+        send_compression_encodings: EnabledCompressionEncodings,
+        max_decoding_message_size: Option<usize>,
+        max_encoding_message_size: Option<usize>,
+    }
+    impl<T> AdminServer<T> {
+        pub fn new(inner: T) -> Self {
+            Self::from_arc(Arc::new(inner))
+        }
+        pub fn from_arc(inner: Arc<T>) -> Self {
+            Self {
+                inner,
+                accept_compression_encodings: Default::default(),
+                send_compression_encodings: Default::default(),
+                max_decoding_message_size: None,
+                max_encoding_message_size: None,
+            }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> InterceptedService<Self, F>
+        where
+            F: tonic::service::Interceptor,
+        {
+            InterceptedService::new(Self::new(inner), interceptor)
+        }
+        /// Enable decompressing requests with the given encoding.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.accept_compression_encodings.enable(encoding);
+            self
+        }
+        /// Compress responses with the given encoding, if the client supports it.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.send_compression_encodings.enable(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.max_decoding_message_size = Some(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.max_encoding_message_size = Some(limit);
+            self
+        }
+    }
+    impl<T, B> tonic::codegen::Service<http::Request<B>> for AdminServer<T>
+    where
+        T: Admin,
+        B: Body + std::marker::Send + 'static,
+        B::Error: Into<StdError> + std::marker::Send + 'static,
+    {
+        type Response = http::Response<tonic::body::Body>;
+        type Error = std::convert::Infallible;
+        type Future = BoxFuture<Self::Response, Self::Error>;
+        fn poll_ready(
+            &mut self,
+            _cx: &mut Context<'_>,
+        ) -> Poll<std::result::Result<(), Self::Error>> {
+            Poll::Ready(Ok(()))
+        }
+        fn call(&mut self, req: http::Request<B>) -> Self::Future {
+            match req.uri().path() {
+                "/shimmer.v1.Admin/Status" => {
+                    #[allow(non_camel_case_types)]
+                    struct StatusSvc<T: Admin>(pub Arc<T>);
+                    impl<T: Admin> tonic::server::UnaryService<super::StatusRequest>
+                    for StatusSvc<T> {
+                        type Response = super::StatusReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::StatusRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Admin>::status(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = StatusSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/shimmer.v1.Admin/Change" => {
+                    #[allow(non_camel_case_types)]
+                    struct ChangeSvc<T: Admin>(pub Arc<T>);
+                    impl<T: Admin> tonic::server::UnaryService<super::ChangeRequest>
+                    for ChangeSvc<T> {
+                        type Response = super::ChangeReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ChangeRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Admin>::change(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ChangeSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                _ => {
+                    Box::pin(async move {
+                        let mut response = http::Response::new(
+                            tonic::body::Body::default(),
+                        );
+                        let headers = response.headers_mut();
+                        headers
+                            .insert(
+                                tonic::Status::GRPC_STATUS,
+                                (tonic::Code::Unimplemented as i32).into(),
+                            );
+                        headers
+                            .insert(
+                                http::header::CONTENT_TYPE,
+                                tonic::metadata::GRPC_CONTENT_TYPE,
+                            );
+                        Ok(response)
+                    })
+                }
+            }
+        }
+    }
+    impl<T> Clone for AdminServer<T> {
+        fn clone(&self) -> Self {
+            let inner = self.inner.clone();
+            Self {
+                inner,
+                accept_compression_encodings: self.accept_compression_encodings,
+                send_compression_encodings: self.send_compression_encodings,
+                max_decoding_message_size: self.max_decoding_message_size,
+                max_encoding_message_size: self.max_encoding_message_size,
+            }
+        }
+    }
+    /// Generated gRPC service name
+    pub const SERVICE_NAME: &str = "shimmer.v1.Admin";
+    impl<T> tonic::server::NamedService for AdminServer<T> {
+        const NAME: &'static str = SERVICE_NAME;
+    }
+}
+/// Generated client implementations.
 pub mod experts_client {
     #![allow(
         unused_variables,
@@ -1061,6 +1727,314 @@ pub mod experts_server {
     }
 }
 /// Generated client implementations.
+pub mod liveness_client {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    use tonic::codegen::http::Uri;
+    /// Served by every expert node, to the coordinator only, on a connection of its own: a cold read or a
+    /// long dispatch never delays it.
+    #[derive(Debug, Clone)]
+    pub struct LivenessClient<T> {
+        inner: tonic::client::Grpc<T>,
+    }
+    impl LivenessClient<tonic::transport::Channel> {
+        /// Attempt to create a new client by connecting to a given endpoint.
+        pub async fn connect<D>(dst: D) -> Result<Self, tonic::transport::Error>
+        where
+            D: TryInto<tonic::transport::Endpoint>,
+            D::Error: Into<StdError>,
+        {
+            let conn = tonic::transport::Endpoint::new(dst)?.connect().await?;
+            Ok(Self::new(conn))
+        }
+    }
+    impl<T> LivenessClient<T>
+    where
+        T: tonic::client::GrpcService<tonic::body::Body>,
+        T::Error: Into<StdError>,
+        T::ResponseBody: Body<Data = Bytes> + std::marker::Send + 'static,
+        <T::ResponseBody as Body>::Error: Into<StdError> + std::marker::Send,
+    {
+        pub fn new(inner: T) -> Self {
+            let inner = tonic::client::Grpc::new(inner);
+            Self { inner }
+        }
+        pub fn with_origin(inner: T, origin: Uri) -> Self {
+            let inner = tonic::client::Grpc::with_origin(inner, origin);
+            Self { inner }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> LivenessClient<InterceptedService<T, F>>
+        where
+            F: tonic::service::Interceptor,
+            T::ResponseBody: Default,
+            T: tonic::codegen::Service<
+                http::Request<tonic::body::Body>,
+                Response = http::Response<
+                    <T as tonic::client::GrpcService<tonic::body::Body>>::ResponseBody,
+                >,
+            >,
+            <T as tonic::codegen::Service<
+                http::Request<tonic::body::Body>,
+            >>::Error: Into<StdError> + std::marker::Send + std::marker::Sync,
+        {
+            LivenessClient::new(InterceptedService::new(inner, interceptor))
+        }
+        /// Compress requests with the given encoding.
+        ///
+        /// This requires the server to support it otherwise it might respond with an
+        /// error.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.inner = self.inner.send_compressed(encoding);
+            self
+        }
+        /// Enable decompressing responses.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.inner = self.inner.accept_compressed(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.inner = self.inner.max_decoding_message_size(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.inner = self.inner.max_encoding_message_size(limit);
+            self
+        }
+        /// The coordinator sends pings, the node answers each with a pulse. While pings arrive, the node
+        /// belongs to the coordinator instance that sends them.
+        pub async fn watch(
+            &mut self,
+            request: impl tonic::IntoStreamingRequest<Message = super::Ping>,
+        ) -> std::result::Result<
+            tonic::Response<tonic::codec::Streaming<super::Pulse>>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/shimmer.v1.Liveness/Watch",
+            );
+            let mut req = request.into_streaming_request();
+            req.extensions_mut().insert(GrpcMethod::new("shimmer.v1.Liveness", "Watch"));
+            self.inner.streaming(req, path, codec).await
+        }
+    }
+}
+/// Generated server implementations.
+pub mod liveness_server {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    /// Generated trait containing gRPC methods that should be implemented for use with LivenessServer.
+    #[async_trait]
+    pub trait Liveness: std::marker::Send + std::marker::Sync + 'static {
+        /// Server streaming response type for the Watch method.
+        type WatchStream: tonic::codegen::tokio_stream::Stream<
+                Item = std::result::Result<super::Pulse, tonic::Status>,
+            >
+            + std::marker::Send
+            + 'static;
+        /// The coordinator sends pings, the node answers each with a pulse. While pings arrive, the node
+        /// belongs to the coordinator instance that sends them.
+        async fn watch(
+            &self,
+            request: tonic::Request<tonic::Streaming<super::Ping>>,
+        ) -> std::result::Result<tonic::Response<Self::WatchStream>, tonic::Status>;
+    }
+    /// Served by every expert node, to the coordinator only, on a connection of its own: a cold read or a
+    /// long dispatch never delays it.
+    #[derive(Debug)]
+    pub struct LivenessServer<T> {
+        inner: Arc<T>,
+        accept_compression_encodings: EnabledCompressionEncodings,
+        send_compression_encodings: EnabledCompressionEncodings,
+        max_decoding_message_size: Option<usize>,
+        max_encoding_message_size: Option<usize>,
+    }
+    impl<T> LivenessServer<T> {
+        pub fn new(inner: T) -> Self {
+            Self::from_arc(Arc::new(inner))
+        }
+        pub fn from_arc(inner: Arc<T>) -> Self {
+            Self {
+                inner,
+                accept_compression_encodings: Default::default(),
+                send_compression_encodings: Default::default(),
+                max_decoding_message_size: None,
+                max_encoding_message_size: None,
+            }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> InterceptedService<Self, F>
+        where
+            F: tonic::service::Interceptor,
+        {
+            InterceptedService::new(Self::new(inner), interceptor)
+        }
+        /// Enable decompressing requests with the given encoding.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.accept_compression_encodings.enable(encoding);
+            self
+        }
+        /// Compress responses with the given encoding, if the client supports it.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.send_compression_encodings.enable(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.max_decoding_message_size = Some(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.max_encoding_message_size = Some(limit);
+            self
+        }
+    }
+    impl<T, B> tonic::codegen::Service<http::Request<B>> for LivenessServer<T>
+    where
+        T: Liveness,
+        B: Body + std::marker::Send + 'static,
+        B::Error: Into<StdError> + std::marker::Send + 'static,
+    {
+        type Response = http::Response<tonic::body::Body>;
+        type Error = std::convert::Infallible;
+        type Future = BoxFuture<Self::Response, Self::Error>;
+        fn poll_ready(
+            &mut self,
+            _cx: &mut Context<'_>,
+        ) -> Poll<std::result::Result<(), Self::Error>> {
+            Poll::Ready(Ok(()))
+        }
+        fn call(&mut self, req: http::Request<B>) -> Self::Future {
+            match req.uri().path() {
+                "/shimmer.v1.Liveness/Watch" => {
+                    #[allow(non_camel_case_types)]
+                    struct WatchSvc<T: Liveness>(pub Arc<T>);
+                    impl<T: Liveness> tonic::server::StreamingService<super::Ping>
+                    for WatchSvc<T> {
+                        type Response = super::Pulse;
+                        type ResponseStream = T::WatchStream;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::ResponseStream>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<tonic::Streaming<super::Ping>>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Liveness>::watch(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = WatchSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                _ => {
+                    Box::pin(async move {
+                        let mut response = http::Response::new(
+                            tonic::body::Body::default(),
+                        );
+                        let headers = response.headers_mut();
+                        headers
+                            .insert(
+                                tonic::Status::GRPC_STATUS,
+                                (tonic::Code::Unimplemented as i32).into(),
+                            );
+                        headers
+                            .insert(
+                                http::header::CONTENT_TYPE,
+                                tonic::metadata::GRPC_CONTENT_TYPE,
+                            );
+                        Ok(response)
+                    })
+                }
+            }
+        }
+    }
+    impl<T> Clone for LivenessServer<T> {
+        fn clone(&self) -> Self {
+            let inner = self.inner.clone();
+            Self {
+                inner,
+                accept_compression_encodings: self.accept_compression_encodings,
+                send_compression_encodings: self.send_compression_encodings,
+                max_decoding_message_size: self.max_decoding_message_size,
+                max_encoding_message_size: self.max_encoding_message_size,
+            }
+        }
+    }
+    /// Generated gRPC service name
+    pub const SERVICE_NAME: &str = "shimmer.v1.Liveness";
+    impl<T> tonic::server::NamedService for LivenessServer<T> {
+        const NAME: &'static str = SERVICE_NAME;
+    }
+}
+/// Generated client implementations.
 pub mod shards_client {
     #![allow(
         unused_variables,
@@ -1071,7 +2045,7 @@ pub mod shards_client {
     )]
     use tonic::codegen::*;
     use tonic::codegen::http::Uri;
-    /// Served by the coordinator: the bytes of expert records.
+    /// The bytes of expert records. Served by the coordinator, and by every node to other members.
     #[derive(Debug, Clone)]
     pub struct ShardsClient<T> {
         inner: tonic::client::Grpc<T>,
@@ -1152,6 +2126,25 @@ pub mod shards_client {
             self.inner = self.inner.max_encoding_message_size(limit);
             self
         }
+        /// What the coordinator knows of records: their hashes. Only the coordinator answers this.
+        pub async fn locate(
+            &mut self,
+            request: impl tonic::IntoRequest<super::LocateRequest>,
+        ) -> std::result::Result<tonic::Response<super::LocateReply>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/shimmer.v1.Shards/Locate");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("shimmer.v1.Shards", "Locate"));
+            self.inner.unary(req, path, codec).await
+        }
         /// Streams records in the order asked for: for each one header, then its data in order.
         pub async fn fetch(
             &mut self,
@@ -1189,6 +2182,11 @@ pub mod shards_server {
     /// Generated trait containing gRPC methods that should be implemented for use with ShardsServer.
     #[async_trait]
     pub trait Shards: std::marker::Send + std::marker::Sync + 'static {
+        /// What the coordinator knows of records: their hashes. Only the coordinator answers this.
+        async fn locate(
+            &self,
+            request: tonic::Request<super::LocateRequest>,
+        ) -> std::result::Result<tonic::Response<super::LocateReply>, tonic::Status>;
         /// Server streaming response type for the Fetch method.
         type FetchStream: tonic::codegen::tokio_stream::Stream<
                 Item = std::result::Result<super::RecordPart, tonic::Status>,
@@ -1201,7 +2199,7 @@ pub mod shards_server {
             request: tonic::Request<super::FetchRequest>,
         ) -> std::result::Result<tonic::Response<Self::FetchStream>, tonic::Status>;
     }
-    /// Served by the coordinator: the bytes of expert records.
+    /// The bytes of expert records. Served by the coordinator, and by every node to other members.
     #[derive(Debug)]
     pub struct ShardsServer<T> {
         inner: Arc<T>,
@@ -1278,6 +2276,49 @@ pub mod shards_server {
         }
         fn call(&mut self, req: http::Request<B>) -> Self::Future {
             match req.uri().path() {
+                "/shimmer.v1.Shards/Locate" => {
+                    #[allow(non_camel_case_types)]
+                    struct LocateSvc<T: Shards>(pub Arc<T>);
+                    impl<T: Shards> tonic::server::UnaryService<super::LocateRequest>
+                    for LocateSvc<T> {
+                        type Response = super::LocateReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::LocateRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Shards>::locate(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = LocateSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
                 "/shimmer.v1.Shards/Fetch" => {
                     #[allow(non_camel_case_types)]
                     struct FetchSvc<T: Shards>(pub Arc<T>);
@@ -1361,6 +2402,442 @@ pub mod shards_server {
     /// Generated gRPC service name
     pub const SERVICE_NAME: &str = "shimmer.v1.Shards";
     impl<T> tonic::server::NamedService for ShardsServer<T> {
+        const NAME: &'static str = SERVICE_NAME;
+    }
+}
+/// Generated client implementations.
+pub mod probe_client {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    use tonic::codegen::http::Uri;
+    /// Measures links. Served by the coordinator and by every node to members of the cluster.
+    #[derive(Debug, Clone)]
+    pub struct ProbeClient<T> {
+        inner: tonic::client::Grpc<T>,
+    }
+    impl ProbeClient<tonic::transport::Channel> {
+        /// Attempt to create a new client by connecting to a given endpoint.
+        pub async fn connect<D>(dst: D) -> Result<Self, tonic::transport::Error>
+        where
+            D: TryInto<tonic::transport::Endpoint>,
+            D::Error: Into<StdError>,
+        {
+            let conn = tonic::transport::Endpoint::new(dst)?.connect().await?;
+            Ok(Self::new(conn))
+        }
+    }
+    impl<T> ProbeClient<T>
+    where
+        T: tonic::client::GrpcService<tonic::body::Body>,
+        T::Error: Into<StdError>,
+        T::ResponseBody: Body<Data = Bytes> + std::marker::Send + 'static,
+        <T::ResponseBody as Body>::Error: Into<StdError> + std::marker::Send,
+    {
+        pub fn new(inner: T) -> Self {
+            let inner = tonic::client::Grpc::new(inner);
+            Self { inner }
+        }
+        pub fn with_origin(inner: T, origin: Uri) -> Self {
+            let inner = tonic::client::Grpc::with_origin(inner, origin);
+            Self { inner }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> ProbeClient<InterceptedService<T, F>>
+        where
+            F: tonic::service::Interceptor,
+            T::ResponseBody: Default,
+            T: tonic::codegen::Service<
+                http::Request<tonic::body::Body>,
+                Response = http::Response<
+                    <T as tonic::client::GrpcService<tonic::body::Body>>::ResponseBody,
+                >,
+            >,
+            <T as tonic::codegen::Service<
+                http::Request<tonic::body::Body>,
+            >>::Error: Into<StdError> + std::marker::Send + std::marker::Sync,
+        {
+            ProbeClient::new(InterceptedService::new(inner, interceptor))
+        }
+        /// Compress requests with the given encoding.
+        ///
+        /// This requires the server to support it otherwise it might respond with an
+        /// error.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.inner = self.inner.send_compressed(encoding);
+            self
+        }
+        /// Enable decompressing responses.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.inner = self.inner.accept_compressed(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.inner = self.inner.max_decoding_message_size(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.inner = self.inner.max_encoding_message_size(limit);
+            self
+        }
+        /// Sends every part back as it came.
+        pub async fn echo(
+            &mut self,
+            request: impl tonic::IntoStreamingRequest<Message = super::EchoPart>,
+        ) -> std::result::Result<
+            tonic::Response<tonic::codec::Streaming<super::EchoPart>>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/shimmer.v1.Probe/Echo");
+            let mut req = request.into_streaming_request();
+            req.extensions_mut().insert(GrpcMethod::new("shimmer.v1.Probe", "Echo"));
+            self.inner.streaming(req, path, codec).await
+        }
+        /// Dials another member from here and measures the link.
+        pub async fn reach(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ReachRequest>,
+        ) -> std::result::Result<tonic::Response<super::ReachReply>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/shimmer.v1.Probe/Reach");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("shimmer.v1.Probe", "Reach"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Reads expert-sized pieces from the disk of the records while serving goes on.
+        pub async fn disk(
+            &mut self,
+            request: impl tonic::IntoRequest<super::DiskRequest>,
+        ) -> std::result::Result<tonic::Response<super::DiskReply>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/shimmer.v1.Probe/Disk");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("shimmer.v1.Probe", "Disk"));
+            self.inner.unary(req, path, codec).await
+        }
+    }
+}
+/// Generated server implementations.
+pub mod probe_server {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    /// Generated trait containing gRPC methods that should be implemented for use with ProbeServer.
+    #[async_trait]
+    pub trait Probe: std::marker::Send + std::marker::Sync + 'static {
+        /// Server streaming response type for the Echo method.
+        type EchoStream: tonic::codegen::tokio_stream::Stream<
+                Item = std::result::Result<super::EchoPart, tonic::Status>,
+            >
+            + std::marker::Send
+            + 'static;
+        /// Sends every part back as it came.
+        async fn echo(
+            &self,
+            request: tonic::Request<tonic::Streaming<super::EchoPart>>,
+        ) -> std::result::Result<tonic::Response<Self::EchoStream>, tonic::Status>;
+        /// Dials another member from here and measures the link.
+        async fn reach(
+            &self,
+            request: tonic::Request<super::ReachRequest>,
+        ) -> std::result::Result<tonic::Response<super::ReachReply>, tonic::Status>;
+        /// Reads expert-sized pieces from the disk of the records while serving goes on.
+        async fn disk(
+            &self,
+            request: tonic::Request<super::DiskRequest>,
+        ) -> std::result::Result<tonic::Response<super::DiskReply>, tonic::Status>;
+    }
+    /// Measures links. Served by the coordinator and by every node to members of the cluster.
+    #[derive(Debug)]
+    pub struct ProbeServer<T> {
+        inner: Arc<T>,
+        accept_compression_encodings: EnabledCompressionEncodings,
+        send_compression_encodings: EnabledCompressionEncodings,
+        max_decoding_message_size: Option<usize>,
+        max_encoding_message_size: Option<usize>,
+    }
+    impl<T> ProbeServer<T> {
+        pub fn new(inner: T) -> Self {
+            Self::from_arc(Arc::new(inner))
+        }
+        pub fn from_arc(inner: Arc<T>) -> Self {
+            Self {
+                inner,
+                accept_compression_encodings: Default::default(),
+                send_compression_encodings: Default::default(),
+                max_decoding_message_size: None,
+                max_encoding_message_size: None,
+            }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> InterceptedService<Self, F>
+        where
+            F: tonic::service::Interceptor,
+        {
+            InterceptedService::new(Self::new(inner), interceptor)
+        }
+        /// Enable decompressing requests with the given encoding.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.accept_compression_encodings.enable(encoding);
+            self
+        }
+        /// Compress responses with the given encoding, if the client supports it.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.send_compression_encodings.enable(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.max_decoding_message_size = Some(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.max_encoding_message_size = Some(limit);
+            self
+        }
+    }
+    impl<T, B> tonic::codegen::Service<http::Request<B>> for ProbeServer<T>
+    where
+        T: Probe,
+        B: Body + std::marker::Send + 'static,
+        B::Error: Into<StdError> + std::marker::Send + 'static,
+    {
+        type Response = http::Response<tonic::body::Body>;
+        type Error = std::convert::Infallible;
+        type Future = BoxFuture<Self::Response, Self::Error>;
+        fn poll_ready(
+            &mut self,
+            _cx: &mut Context<'_>,
+        ) -> Poll<std::result::Result<(), Self::Error>> {
+            Poll::Ready(Ok(()))
+        }
+        fn call(&mut self, req: http::Request<B>) -> Self::Future {
+            match req.uri().path() {
+                "/shimmer.v1.Probe/Echo" => {
+                    #[allow(non_camel_case_types)]
+                    struct EchoSvc<T: Probe>(pub Arc<T>);
+                    impl<T: Probe> tonic::server::StreamingService<super::EchoPart>
+                    for EchoSvc<T> {
+                        type Response = super::EchoPart;
+                        type ResponseStream = T::EchoStream;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::ResponseStream>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<tonic::Streaming<super::EchoPart>>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Probe>::echo(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = EchoSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/shimmer.v1.Probe/Reach" => {
+                    #[allow(non_camel_case_types)]
+                    struct ReachSvc<T: Probe>(pub Arc<T>);
+                    impl<T: Probe> tonic::server::UnaryService<super::ReachRequest>
+                    for ReachSvc<T> {
+                        type Response = super::ReachReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ReachRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Probe>::reach(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ReachSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/shimmer.v1.Probe/Disk" => {
+                    #[allow(non_camel_case_types)]
+                    struct DiskSvc<T: Probe>(pub Arc<T>);
+                    impl<T: Probe> tonic::server::UnaryService<super::DiskRequest>
+                    for DiskSvc<T> {
+                        type Response = super::DiskReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::DiskRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Probe>::disk(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = DiskSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                _ => {
+                    Box::pin(async move {
+                        let mut response = http::Response::new(
+                            tonic::body::Body::default(),
+                        );
+                        let headers = response.headers_mut();
+                        headers
+                            .insert(
+                                tonic::Status::GRPC_STATUS,
+                                (tonic::Code::Unimplemented as i32).into(),
+                            );
+                        headers
+                            .insert(
+                                http::header::CONTENT_TYPE,
+                                tonic::metadata::GRPC_CONTENT_TYPE,
+                            );
+                        Ok(response)
+                    })
+                }
+            }
+        }
+    }
+    impl<T> Clone for ProbeServer<T> {
+        fn clone(&self) -> Self {
+            let inner = self.inner.clone();
+            Self {
+                inner,
+                accept_compression_encodings: self.accept_compression_encodings,
+                send_compression_encodings: self.send_compression_encodings,
+                max_decoding_message_size: self.max_decoding_message_size,
+                max_encoding_message_size: self.max_encoding_message_size,
+            }
+        }
+    }
+    /// Generated gRPC service name
+    pub const SERVICE_NAME: &str = "shimmer.v1.Probe";
+    impl<T> tonic::server::NamedService for ProbeServer<T> {
         const NAME: &'static str = SERVICE_NAME;
     }
 }
