@@ -16,6 +16,7 @@ pub mod io;
 pub mod kernels;
 pub mod machine;
 pub mod math;
+pub mod measure;
 pub mod mem;
 pub mod profile;
 pub mod quant;

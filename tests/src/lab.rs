@@ -6,7 +6,7 @@ use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
-use shimmer::cluster::{ClusterExperts, ClusterModel, ClusterOptions, ClusterState};
+use shimmer::cluster::{ClusterExperts, ClusterModel, ClusterOptions, ClusterState, ExpertDemand};
 use shimmer_common::container::Container;
 use shimmer_common::profile::NumericProfile;
 
@@ -83,6 +83,7 @@ impl Lab {
             profile: NumericProfile::default(),
             source: container.experts(),
             local: None,
+            demand: ExpertDemand::unknown(container.config().experts_per_token()),
         };
         let coordinator = ClusterExperts::start(state, cluster_model, ClusterOptions::default());
         let coordinator = coordinator.expect("a coordinator");
@@ -107,7 +108,8 @@ impl Lab {
 
     /// The flags that make a command use this cluster.
     pub fn flags(&self) -> Vec<&str> {
-        vec!["--cluster", &self.state]
+        // These models fit into any machine: as planned, nobody would need the nodes.
+        vec!["--cluster", &self.state, "--local-share", "0"]
     }
 
     /// One node.

@@ -1,5 +1,9 @@
 //! `shimmer cluster`: the private CA, invitations, who is there.
 
+mod change;
+
+pub use change::{NodeArgs, RebalanceArgs, RemoveArgs};
+
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -30,6 +34,14 @@ pub enum ClusterCommand {
     Status(StatusArgs),
     /// List the nodes that ever joined
     Nodes(NodesArgs),
+    /// Have a node own nothing; it serves until others have its experts
+    Drain(NodeArgs),
+    /// Let a drained node take part again
+    Resume(NodeArgs),
+    /// Drain a node, wait until nobody needs it, and forget it
+    Remove(RemoveArgs),
+    /// Plan anew who owns what, with what has been measured and learned
+    Rebalance(RebalanceArgs),
 }
 
 /// Arguments of `shimmer cluster init`.
@@ -116,6 +128,10 @@ pub fn run(command: &ClusterCommand) -> Result<(), CliError> {
         ClusterCommand::Invite(args) => invite(args),
         ClusterCommand::Status(args) => status(args),
         ClusterCommand::Nodes(args) => nodes(args),
+        ClusterCommand::Drain(args) => change::set_drained(args, true),
+        ClusterCommand::Resume(args) => change::set_drained(args, false),
+        ClusterCommand::Remove(args) => change::remove(args),
+        ClusterCommand::Rebalance(args) => change::rebalance(args),
     }
 }
 

@@ -20,7 +20,7 @@ use super::model_args::{ExpertsChoice, LimitArgs};
 use super::open::{self, Loaded, Served};
 use super::output;
 use super::sampling_args::{SamplingArgs, ThinkArgs, describe_thinking};
-use crate::cluster::{ClusterExperts, ClusterState};
+use crate::cluster::{ClusterExperts, ClusterState, LocalShare};
 use crate::decode::EngineHandle;
 use crate::text::{ReplyEvent, TextModel};
 
@@ -130,7 +130,12 @@ fn load(args: &DemoArgs, dir: &Path, nodes: &DemoNodes, interrupt: &Interrupt) -
         Some(state) => start_nodes(args.nodes, state, experts, dir, nodes, interrupt),
         None => Ok(()),
     };
-    open::load_parts(container, text, source, &args.limits, state, join)
+    // Nodes are what the demo shows, though the toy would be faster alone.
+    let mut limits = args.limits.clone();
+    if args.limits.local_share.0 == LocalShare::Planned {
+        limits.local_share.0 = LocalShare::Fixed(0.0);
+    }
+    open::load_parts(container, text, source, &limits, state, join)
 }
 
 /// Starts the nodes with a throw-away invitation and waits until they hold their shards.

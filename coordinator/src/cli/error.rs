@@ -6,6 +6,7 @@ use shimmer_common::container::ContainerError;
 use shimmer_common::experts::ExpertError;
 use shimmer_common::experts::pack::PackError;
 use shimmer_common::ffn::FfnError;
+use shimmer_common::measure::MeasureError;
 
 use crate::cluster::ClusterError;
 use crate::decode::DecodeError;
@@ -93,6 +94,17 @@ impl From<ExpertError> for CliError {
                 "{message}; the model's weights are damaged, check them with `shimmer doctor --deep`"
             )),
             ExpertError::Compute { .. } | ExpertError::Unfit { .. } => Self::Failed(message),
+        }
+    }
+}
+
+impl From<MeasureError> for CliError {
+    fn from(error: MeasureError) -> Self {
+        let message = error.to_string();
+        match error {
+            MeasureError::Nothing(_) => Self::Data(message),
+            MeasureError::Expert(error) => error.into(),
+            MeasureError::Read(_) | MeasureError::Io { .. } => Self::Failed(message),
         }
     }
 }

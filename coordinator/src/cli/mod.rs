@@ -30,6 +30,7 @@ mod open;
 mod output;
 mod pack;
 mod plan;
+mod plan_cluster;
 mod run;
 mod sampling_args;
 mod score;

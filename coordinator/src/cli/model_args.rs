@@ -9,6 +9,7 @@ use shimmer_common::io::{Caching, IoMode, IoOptions};
 use shimmer_common::kernels::{Isa, Kernels};
 
 use super::error::CliError;
+use crate::cluster::LocalShare;
 use crate::decode::DraftPolicy;
 use crate::model::LOOKAHEAD_DEPTH;
 use shimmer_common::size::Size;
@@ -97,6 +98,22 @@ impl FromStr for DraftArg {
                 Ok(n) if n <= MAX_DRAFTS => Ok(Self(DraftPolicy::Fixed(n))),
                 _ => Err(format!("write auto, off or a number up to {MAX_DRAFTS}")),
             },
+        }
+    }
+}
+
+/// `--local-share auto|0…1`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LocalShareArg(pub LocalShare);
+
+impl FromStr for LocalShareArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.parse::<f64>() {
+            _ if text == "auto" => Ok(Self(LocalShare::Planned)),
+            Ok(share) if (0.0..=1.0).contains(&share) => Ok(Self(LocalShare::Fixed(share))),
+            _ => Err("write auto or a number from 0 to 1".to_owned()),
         }
     }
 }
@@ -196,6 +213,10 @@ pub struct LimitArgs {
     /// Cluster state directory made by `shimmer cluster init`
     #[arg(long, value_name = "DIR")]
     pub cluster: Option<PathBuf>,
+
+    /// Share of the experts this machine computes beside its nodes: auto (as planned) or 0 to 1
+    #[arg(long, value_name = "SHARE", default_value = "auto", hide_short_help = true)]
+    pub local_share: LocalShareArg,
 
     /// Where learned expert usage is kept: auto (beside the model, else in the cache directory), off, or a file
     #[arg(long, value_name = "WHERE", default_value = "auto", hide_short_help = true)]

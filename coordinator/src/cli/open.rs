@@ -19,7 +19,7 @@ use super::memory::{self, MemoryPlan, Needs};
 use super::model_args::{ExpertsChoice, LimitArgs, ModelArgs};
 use super::output;
 use super::usage::Learning;
-use crate::cluster::{ClusterExperts, ClusterModel, ClusterOptions, ClusterState};
+use crate::cluster::{ClusterExperts, ClusterModel, ClusterOptions, ClusterState, ExpertDemand};
 use crate::decode::{Engine, EngineHandle};
 use crate::model::{self, LanguageModel};
 use crate::text::TextModel;
@@ -297,9 +297,20 @@ pub fn load_parts<T>(
     let cluster = match cluster {
         None => None,
         Some(state) => {
-            let model =
-                ClusterModel { fingerprint: container.fingerprint()?, profile, source, local: local.clone() };
-            let options = ClusterOptions { nodes: limits.expert_nodes.clone(), ..ClusterOptions::default() };
+            let demand =
+                ExpertDemand { per_token: container.config().experts_per_token(), heat: learning.heat() };
+            let model = ClusterModel {
+                fingerprint: container.fingerprint()?,
+                profile,
+                source,
+                local: local.clone(),
+                demand,
+            };
+            let options = ClusterOptions {
+                nodes: limits.expert_nodes.clone(),
+                local_share: limits.local_share.0,
+                ..ClusterOptions::default()
+            };
             let experts = ClusterExperts::start(state, model, options)?;
             joined(&experts)?;
             wait_for_nodes(&experts, limits)?;

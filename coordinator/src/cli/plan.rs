@@ -15,7 +15,8 @@ use super::memory::{self, MemoryPlan, Needs};
 use super::model_args::ModelArgs;
 use super::open;
 use super::output;
-use crate::cluster::{ClusterState, Member};
+use super::plan_cluster;
+use crate::cluster::{LOCAL, PlanReport, Rates, Worker};
 use shimmer_common::size::Size;
 
 /// Arguments of `shimmer plan`.
@@ -70,17 +71,24 @@ pub fn run(args: &PlanArgs) -> Result<(), CliError> {
             None => Bandwidth { bytes_per_s: bandwidth::memory(), measured: true },
         },
     };
-    let members = match &args.model.limits.cluster {
-        Some(dir) => ClusterState::open(dir)?.members()?.into_iter().filter(|m| !m.revoked).collect(),
-        None => Vec::new(),
+    let cluster = match &args.model.limits.cluster {
+        Some(dir) => Some(plan_cluster::report(dir, &container, layout, this_machine(&memory, &speeds))?),
+        None => None,
     };
     let estimate = Estimate::of(&container.bytes(), &routed, &memory, &speeds);
     if args.json {
         return output::emit_json(&document(
-            &container, &needs, &memory, &routed, &speeds, &estimate, &members,
+            &container,
+            &needs,
+            &memory,
+            &routed,
+            &speeds,
+            &estimate,
+            cluster.as_ref(),
         ));
     }
-    output::emit(&table(&container, &needs, &memory, &routed, &speeds, &estimate, &members))
+    let text = table(&container, &needs, &memory, &routed, &speeds, &estimate);
+    output::emit(&(text + &cluster.as_ref().map(plan_cluster::table).unwrap_or_default()))
 }
 
 /// The routed experts of the main layers, as one token sees them.
@@ -98,10 +106,11 @@ struct Routed {
 
 impl Routed {
     fn of(config: &ModelConfig, layout: &ExpertLayout) -> Self {
-        let (main_layers, per_token) = match config {
-            ModelConfig::Glm(c) => (c.num_hidden_layers, c.num_experts_per_tok),
-            ModelConfig::Olmoe(c) => (c.num_hidden_layers, c.num_experts_per_tok),
+        let main_layers = match config {
+            ModelConfig::Glm(c) => c.num_hidden_layers,
+            ModelConfig::Olmoe(c) => c.num_hidden_layers,
         };
+        let per_token = config.experts_per_token();
         let mut routed = Self { experts: 0, layers: 0, visited_per_token: 0, bytes_per_token: 0 };
         for (&layer, experts) in &layout.layers {
             routed.experts += experts.len();
@@ -201,7 +210,7 @@ fn document(
     routed: &Routed,
     speeds: &Speeds,
     estimate: &Estimate,
-    members: &[Member],
+    cluster: Option<&PlanReport>,
 ) -> Value {
     let bytes = container.bytes();
     let mut sums: serde_json::Map<String, Value> =
@@ -210,10 +219,6 @@ fn document(
     sums.insert("resident".into(), bytes.resident().into());
     sums.insert("routed".into(), bytes.routed().into());
     sums.insert("total".into(), bytes.total().into());
-    let nodes: Vec<Value> = members
-        .iter()
-        .map(|m| json!({ "name": m.name, "addresses": m.addresses, "expert_bytes_estimate": share(needs, members.len()) }))
-        .collect();
     json!({
         "model": { "dir": container.dir(), "summary": container.summary().line, "warnings": container.summary().warnings },
         "bytes": sums,
@@ -228,15 +233,27 @@ fn document(
             "in_ram_bytes": memory.expert_bytes,
             "on_disk_bytes": needs.all_experts_bytes - memory.expert_bytes,
         },
-        "nodes": nodes,
+        "cluster": cluster,
         "bandwidth": speeds,
         "estimate": estimate,
     })
 }
 
-/// Bytes a node would hold if all were equal.
-fn share(needs: &Needs, nodes: usize) -> u64 {
-    needs.all_experts_bytes.checked_div(nodes as u64).unwrap_or(0)
+/// This machine as one that may own experts.
+fn this_machine(memory: &MemoryPlan, speeds: &Speeds) -> Worker {
+    let rates = Rates {
+        disk_bytes_per_s: speeds.disk.bytes_per_s,
+        gemv_bytes_per_s: speeds.memory.bytes_per_s,
+        round_trip_s: 0.0,
+        link_bytes_per_s: Rates::NO_LINK,
+    };
+    Worker {
+        id: LOCAL.to_owned(),
+        name: "this machine".to_owned(),
+        rates: rates.sane(),
+        ram_bytes: memory.expert_bytes,
+        disk_bytes: None,
+    }
 }
 
 fn table(
@@ -246,7 +263,6 @@ fn table(
     routed: &Routed,
     speeds: &Speeds,
     estimate: &Estimate,
-    members: &[Member],
 ) -> String {
     let mut text = format!("{}\n\nStored bytes\n", shown_dir(container.dir()));
     let bytes = container.bytes();
@@ -264,10 +280,6 @@ fn table(
         Size(memory.expert_bytes),
         Size(needs.all_experts_bytes - memory.expert_bytes),
     );
-    for member in members {
-        let share = Size(share(needs, members.len()));
-        text += &format!("  {} ({}): about {share} of experts\n", member.name, member.addresses.join(", "));
-    }
     let how = |b: &Bandwidth| if b.measured { "measured" } else { "given" };
     text += &format!(
         "\nEstimated speed of one sequence, without drafts and nodes: {:.2} tokens/s cold, {:.2} warm\n\

@@ -17,18 +17,23 @@ use shimmer_common::fixed::FixedRows;
 use shimmer_node::wire::{decode_sums, dispatch_to_wire};
 use shimmer_proto::v1;
 
+use super::LocalShare;
 use super::latency::Cost;
 use super::membership::Membership;
 use super::node::{Event, Node};
-use super::placement;
+use super::placement::{self, LOCAL};
+use super::planner::Planner;
+use super::routes::RouteLog;
 
 /// What dispatching needs to know; shared by all calls.
 pub(super) struct Dispatcher {
     pub(super) membership: Arc<Membership>,
+    pub(super) planner: Arc<Planner>,
+    pub(super) routes: Arc<RouteLog>,
     pub(super) layout: ExpertLayout,
     pub(super) fraction_bits: u8,
     pub(super) local: Option<Arc<LocalStore>>,
-    pub(super) local_share: f64,
+    pub(super) local_share: LocalShare,
     pub(super) fixed_deadline: Option<Duration>,
     pub(super) next_id: AtomicU64,
     /// Experts computed here by choice.
@@ -44,6 +49,7 @@ impl Dispatcher {
         batch: &RoutedBatch,
         meanwhile: &mut dyn FnMut(),
     ) -> Result<FixedRows, ExpertError> {
+        self.routes.record(batch);
         let mut call = Call::new(self, batch);
         let sent = call.send_all();
         if call.in_flight.is_empty()
@@ -63,10 +69,19 @@ impl Dispatcher {
         let places = self.membership.place(ahead.layer, &ahead.experts, &[]);
         let ours = |(&index, place): (&u16, Option<Arc<Node>>)| {
             let id = ExpertId { layer: ahead.layer, index };
-            (place.is_none() || placement::is_local(id, self.local_share)).then_some(index)
+            (place.is_none() || self.is_ours(id)).then_some(index)
         };
         let experts = ahead.experts.iter().zip(places).filter_map(ours).collect();
         local.prefetch(&Lookahead { layer: ahead.layer, experts });
+    }
+
+    /// Whether this machine computes an expert by choice.
+    fn is_ours(&self, id: ExpertId) -> bool {
+        self.local.is_some()
+            && match self.local_share {
+                LocalShare::Fixed(share) => placement::is_local(id, share),
+                LocalShare::Planned => self.planner.placement().owner(id) == Some(LOCAL),
+            }
     }
 
     fn count_local(&self, call: &Call<'_>) {
@@ -128,9 +143,7 @@ impl<'a> Call<'a> {
 
     /// Splits the batch into our share and the nodes' and sends the latter.
     fn send_all(&mut self) -> Result<(), ExpertError> {
-        let share = if self.dispatcher.local.is_some() { self.dispatcher.local_share } else { 0.0 };
-        let (ours, theirs) =
-            self.batch.work.iter().partition(|work| placement::is_local(self.id(work), share));
+        let (ours, theirs) = self.batch.work.iter().partition(|work| self.dispatcher.is_ours(self.id(work)));
         self.share = ours;
         self.hand_out(theirs)
     }

@@ -56,7 +56,7 @@ pub(super) async fn run_links(
 /// Keeps one node connected.
 async fn keep_linked(context: Arc<LinkContext>, node: Arc<Node>) {
     let mut backoff = Backoff::new();
-    loop {
+    while !node.is_retired() {
         let mut why = "its address is not known yet".to_owned();
         for address in node.addresses() {
             match session(&context, &node, &address).await {
@@ -96,7 +96,7 @@ async fn session(context: &LinkContext, node: &Node, address: &str) -> Result<St
     loop {
         let message = tokio::select! {
             message = incoming.message() => message,
-            () = node.cut.notified() => return Ok("it was revoked".to_owned()),
+            () = node.cut.notified() => return Ok("it was revoked or removed".to_owned()),
         };
         match message {
             Ok(Some(v1::FromNode { message: Some(message) })) => match message {

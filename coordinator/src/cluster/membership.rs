@@ -54,6 +54,19 @@ impl Membership {
         node
     }
 
+    /// Ends the connection of a node that no longer belongs here, and forgets it.
+    pub(super) fn remove(&self, id: &str) {
+        if let Some(node) = self.lock().remove(id) {
+            node.retire();
+        }
+        self.changed.ring();
+    }
+
+    /// The model's experts.
+    pub(super) fn layout(&self) -> &ExpertLayout {
+        &self.layout
+    }
+
     pub(super) fn get(&self, id: &str) -> Option<Arc<Node>> {
         self.lock().get(id).cloned()
     }

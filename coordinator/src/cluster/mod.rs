@@ -9,19 +9,28 @@
 //! else, `shimmer-control` serves joins, registrations and records. The engine thread meets them in
 //! channels.
 
+mod admin;
 mod ca;
+mod client;
 mod dispatch;
+mod here;
 mod latency;
 mod link;
 mod membership;
 mod node;
 mod placement;
+mod planner;
+mod routes;
 mod service;
 mod shards;
 mod state;
 mod token;
 
-pub use state::{ClusterState, Member};
+pub use admin::ClusterReport;
+pub use client::Coordinator;
+pub use placement::{Advice, LOCAL, PlanReport, Rates, Upgrade, Worker, WorkerReport};
+pub use planner::plan_offline;
+pub use state::{ClusterState, Measured, Member};
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
@@ -31,16 +40,20 @@ use std::time::{Duration, Instant};
 
 use shimmer_common::container::Fingerprint;
 use shimmer_common::experts::{
-    ExpertCompute, ExpertError, ExpertLayout, ExpertSource, LocalStore, Lookahead, RoutedBatch,
+    ExpertCompute, ExpertError, ExpertId, ExpertLayout, ExpertSource, LocalStore, Lookahead, RoutedBatch,
 };
 use shimmer_common::fixed::FixedRows;
 use shimmer_common::profile::NumericProfile;
 use shimmer_node::files::FileLock;
 use shimmer_node::wire::Facts;
 
+use admin::AdminService;
 use dispatch::Dispatcher;
+use here::Here;
 use link::{LinkContext, run_links};
 use membership::Membership;
+use planner::Planner;
+use routes::RouteLog;
 use service::Control;
 
 /// Why a cluster operation failed.
@@ -88,6 +101,39 @@ pub struct ClusterModel {
     pub source: Arc<dyn ExpertSource>,
     /// Local fallback and local share; `None` with `--experts cluster`.
     pub local: Option<Arc<LocalStore>>,
+    /// What tokens ask for.
+    pub demand: ExpertDemand,
+}
+
+/// What tokens ask for, for the planner.
+#[derive(Clone)]
+pub struct ExpertDemand {
+    /// Experts a token uses in a layer.
+    pub per_token: usize,
+    /// Learned usage of an expert, in any unit; 0 everywhere before anything was learned.
+    pub heat: Arc<dyn Fn(ExpertId) -> f64 + Send + Sync>,
+}
+
+impl ExpertDemand {
+    /// Nothing was learned yet.
+    pub fn unknown(per_token: usize) -> Self {
+        Self { per_token, heat: Arc::new(|_| 0.0) }
+    }
+}
+
+/// Which experts this machine computes itself while nodes work.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum LocalShare {
+    /// What the planner gives it, as one machine among others.
+    Planned,
+    /// This part of each layer, 0.0 … 1.0.
+    Fixed(f64),
+}
+
+impl Default for LocalShare {
+    fn default() -> Self {
+        Self::Fixed(0.0)
+    }
 }
 
 /// Options of a running cluster.
@@ -99,12 +145,12 @@ pub struct ClusterOptions {
     pub nodes: Vec<String>,
     /// Fixed dispatch deadline; `None` = derived from measured latency.
     pub deadline: Option<Duration>,
-    /// Share of each layer's experts this machine computes itself while nodes work, 0.0 … 1.0.
-    pub local_share: f64,
+    /// Which experts this machine computes itself while nodes work.
+    pub local_share: LocalShare,
 }
 
 /// Counters of one node.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, serde::Serialize, serde::Deserialize)]
 pub struct NodeStatus {
     /// Stable id.
     pub id: String,
@@ -128,6 +174,7 @@ pub struct NodeStatus {
 /// Dropping it closes every connection and frees the cluster directory.
 pub struct ClusterExperts {
     dispatcher: Dispatcher,
+    reporter: AdminService,
     control_addr: SocketAddr,
     threads: Vec<ServiceThread>,
     _lock: FileLock,
@@ -150,6 +197,7 @@ impl ClusterExperts {
         let listener = TcpListener::bind(addr).map_err(listen_error)?;
         listener.set_nonblocking(true).map_err(listen_error)?;
         let control_addr = listener.local_addr().map_err(listen_error)?;
+        state.note_running_at(control_addr)?;
 
         let layout = model.source.layout().clone();
         let facts = Facts {
@@ -173,16 +221,41 @@ impl ClusterExperts {
         let wire = ServiceThread::start(&state, "shimmer-wire", move |stop| {
             run_links(context, weak, new_nodes, fixed, stop)
         })?;
-        let control =
-            Control { state: state.clone(), facts, source: model.source, membership: membership.clone() };
+        let routes = Arc::new(RouteLog::default());
+        let here = model.local.clone().filter(|_| options.local_share == LocalShare::Planned).map(Here::new);
+        let planner = Planner::new(
+            state.clone(),
+            model.fingerprint,
+            layout.clone(),
+            model.demand,
+            routes.clone(),
+            here,
+        )?;
+        let planner = Arc::new(planner);
+        let control = Control {
+            state: state.clone(),
+            facts,
+            source: model.source,
+            membership: membership.clone(),
+            planner: planner.clone(),
+        };
+        let admin = AdminService {
+            state: state.clone(),
+            membership: membership.clone(),
+            planner: planner.clone(),
+            local: model.local.as_ref().map(|store| store.source().clone()),
+        };
+        let reporter = admin.clone();
         let control = ServiceThread::start(&state, "shimmer-control", move |stop| async move {
-            if let Err(why) = service::serve(control, credentials, listener, stop).await {
+            if let Err(why) = service::serve(control, admin, credentials, listener, stop).await {
                 tracing::error!(why, "the control server stopped; nodes cannot join or fetch");
             }
         })?;
         Ok(Arc::new(Self {
             dispatcher: Dispatcher {
                 membership,
+                planner,
+                routes,
                 layout,
                 fraction_bits: model.profile.fraction_bits,
                 local: model.local,
@@ -192,6 +265,7 @@ impl ClusterExperts {
                 by_share: AtomicU64::new(0),
                 by_fallback: AtomicU64::new(0),
             },
+            reporter,
             control_addr,
             threads: vec![wire, control],
             _lock: lock,
@@ -224,6 +298,11 @@ impl ClusterExperts {
                 timeout.as_secs()
             ),
         })
+    }
+
+    /// Everything there is to show.
+    pub fn report(&self) -> ClusterReport {
+        self.reporter.report()
     }
 
     /// Status of every known node.

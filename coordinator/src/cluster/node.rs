@@ -5,7 +5,7 @@
 //! connection). Links write here, dispatch reads and writes; every lock is held for microseconds.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
@@ -91,6 +91,7 @@ pub(super) struct Node {
     pub(super) wake: Notify,
     /// Rung when the connection must end (revoked).
     pub(super) cut: Notify,
+    retired: AtomicBool,
     served: AtomicU64,
     failures: AtomicU64,
     changed: Arc<Changed>,
@@ -125,6 +126,7 @@ impl Node {
             }),
             wake: Notify::new(),
             cut: Notify::new(),
+            retired: AtomicBool::new(false),
             served: AtomicU64::new(0),
             failures: AtomicU64::new(0),
             changed,
@@ -309,6 +311,23 @@ impl Node {
             let _ = stream.send(v1::ToNode { message: Some(message) });
         }
         self.settle(&mut inner, &format!("no answer within {} ms", waited.as_millis()));
+    }
+
+    /// Whether there is a connection for dispatches.
+    pub(super) fn is_linked(&self) -> bool {
+        self.lock().stream.is_some()
+    }
+
+    /// Ends its connection for good.
+    pub(super) fn retire(&self) {
+        self.retired.store(true, Ordering::Relaxed);
+        self.cut.notify_one();
+        self.wake.notify_one();
+    }
+
+    /// Whether it no longer belongs to the cluster.
+    pub(super) fn is_retired(&self) -> bool {
+        self.retired.load(Ordering::Relaxed)
     }
 
     /// Whether the node said, at its last connection, that it holds `id`.

@@ -10,6 +10,7 @@ use std::time::Duration;
 use shimmer_common::experts::ExpertSource;
 use shimmer_node::tls::{self, Credentials};
 use shimmer_node::wire::{Facts, check_peer, layout_to_wire, peer_to_wire};
+use shimmer_proto::v1::admin_server::AdminServer;
 use shimmer_proto::v1::cluster_server::{Cluster, ClusterServer};
 use shimmer_proto::v1::shards_server::ShardsServer;
 use shimmer_proto::{PROTOCOL_VERSION, v1};
@@ -17,9 +18,11 @@ use tonic::transport::server::{TcpConnectInfo, TcpIncoming, TlsConnectInfo};
 use tonic::transport::{Server, ServerTlsConfig};
 use tonic::{Request, Response, Status};
 
+use super::admin::AdminService;
 use super::membership::Membership;
-use super::state::{ClusterState, Member};
-use super::{ca, placement, token};
+use super::planner::Planner;
+use super::state::{ClusterState, Measured, Member};
+use super::{ca, token};
 
 /// How often nodes register again.
 const HEARTBEAT: Duration = Duration::from_secs(3);
@@ -33,11 +36,13 @@ pub(super) struct Control {
     pub(super) facts: Facts,
     pub(super) source: Arc<dyn ExpertSource>,
     pub(super) membership: Arc<Membership>,
+    pub(super) planner: Arc<Planner>,
 }
 
 /// Serves on `listener` until `stop` is dropped.
 pub(super) async fn serve(
     control: Control,
+    admin: AdminService,
     credentials: Credentials,
     listener: std::net::TcpListener,
     stop: tokio::sync::oneshot::Receiver<()>,
@@ -56,6 +61,7 @@ pub(super) async fn serve(
         .http2_keepalive_interval(Some(KEEP_ALIVE))
         .http2_keepalive_timeout(Some(KEEP_ALIVE))
         .add_service(ClusterServer::new(control.clone()))
+        .add_service(AdminServer::new(admin))
         .add_service(ShardsServer::new(control))
         .serve_with_incoming(TcpIncoming::from(listener).with_nodelay(Some(true)));
     tokio::select! {
@@ -130,6 +136,7 @@ impl Control {
             .map_err(Status::unauthenticated)?;
         self.state
             .change_members(|members| {
+                let known = members.iter().find(|m| m.id == *id).cloned();
                 members.retain(|m| m.id != *id);
                 members.push(Member {
                     id: id.clone(),
@@ -137,6 +144,8 @@ impl Control {
                     key_hash: issued.key_hash.clone(),
                     addresses: Vec::new(),
                     revoked: false,
+                    drained: false,
+                    measured: known.and_then(|m| m.measured),
                 });
             })
             .map_err(|e| internal(&e))?;
@@ -161,6 +170,7 @@ impl Cluster for Control {
         let remote = remote_addr(&request);
         let request = request.into_inner();
         check_peer(&self.facts, request.peer.as_ref()).map_err(Status::failed_precondition)?;
+        let measured = request.measurement;
         let mut addresses: Vec<String> =
             request.advertise.into_iter().filter(|a| !a.is_empty()).take(8).collect();
         if addresses.is_empty() {
@@ -180,20 +190,18 @@ impl Cluster for Control {
                 .change_members(|members| {
                     if let Some(stored) = members.iter_mut().find(|m| m.id == member.id) {
                         stored.addresses.clone_from(&addresses);
+                        measured.iter().for_each(|m| take_measurement(stored, m));
                     }
                 })
                 .map_err(|e| internal(&e))?;
             // Dialled only when the address is stored: a coordinator that restarts finds it there.
             control.membership.get_or_add(&member.id, &member.name, &addresses).wake.notify_one();
-            let members = control.state.members().map_err(|e| internal(&e))?;
-            // One that joined and was never seen serving owns nothing: nobody else would fetch its share.
-            let serves = |m: &Member| !m.revoked && !m.addresses.is_empty();
-            let owners: Vec<String> = members.into_iter().filter(serves).map(|m| m.id).collect();
+            control.planner.review().map_err(|e| internal(&e))?;
             let layout = control.source.layout();
             Ok(Response::new(v1::RegisterReply {
                 peer: Some(peer_to_wire(&control.facts)),
                 layout: Some(layout_to_wire(layout)),
-                assigned: placement::assigned(layout, &owners, &member.id).to_wire(),
+                assigned: control.planner.assigned(&member.id).to_wire(),
                 heartbeat_ms: HEARTBEAT.as_millis() as u32,
                 ..v1::RegisterReply::default()
             }))
@@ -202,14 +210,34 @@ impl Cluster for Control {
     }
 }
 
+/// Takes over what a node measured of itself, unless nothing has changed much: every change is written.
+fn take_measurement(member: &mut Member, told: &v1::Measurement) {
+    let known = member.measured.clone().unwrap_or_default();
+    let told = Measured {
+        disk_bytes_per_s: told.disk_bytes_per_s,
+        gemv_bytes_per_s: told.gemv_bytes_per_s,
+        ram_bytes: told.ram_bytes,
+        disk_bytes: Some(told.disk_bytes).filter(|bytes| *bytes > 0),
+        ..known.clone()
+    };
+    let near = |a: f64, b: f64| (a - b).abs() <= 0.1 * a.abs().max(b.abs());
+    let same = near(known.disk_bytes_per_s, told.disk_bytes_per_s)
+        && near(known.gemv_bytes_per_s, told.gemv_bytes_per_s)
+        && near(known.ram_bytes as f64, told.ram_bytes as f64)
+        && near(known.disk_bytes.unwrap_or(0) as f64, told.disk_bytes.unwrap_or(0) as f64);
+    if !same {
+        member.measured = Some(told);
+    }
+}
+
 /// Runs what touches the disk beside the network.
-async fn blocking<T: Send + 'static>(
+pub(super) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Status> + Send + 'static,
 ) -> Result<T, Status> {
     tokio::task::spawn_blocking(work).await.map_err(|e| Status::internal(e.to_string()))?
 }
 
-fn internal(error: &dyn std::error::Error) -> Status {
+pub(super) fn internal(error: &dyn std::error::Error) -> Status {
     Status::internal(error.to_string())
 }
 

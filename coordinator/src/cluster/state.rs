@@ -15,6 +15,7 @@ use shimmer_node::files::{FileLock, create_private_dir, write_private};
 use shimmer_node::tls::Credentials;
 
 use super::ca::{self, KeyedCertificate};
+use super::placement::PlacementFile;
 use super::token::{Invitation, new_invitation};
 use super::{ClusterError, token};
 
@@ -35,7 +36,7 @@ struct ClusterFile {
 }
 
 /// A node that joined.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Member {
     /// Stable id.
@@ -50,6 +51,37 @@ pub struct Member {
     /// Whether its certificate is no longer accepted.
     #[serde(default)]
     pub revoked: bool,
+    /// Whether it should own nothing.
+    #[serde(default)]
+    pub drained: bool,
+    /// What was last measured of it.
+    #[serde(default)]
+    pub measured: Option<Measured>,
+}
+
+impl Member {
+    /// Whether it may own experts: one that joined and was never seen serving owns nothing, because nobody
+    /// else would fetch its share.
+    pub(super) fn takes_part(&self) -> bool {
+        !self.revoked && !self.drained && !self.addresses.is_empty()
+    }
+}
+
+/// Speeds of a member: what it measured of itself, and what the coordinator measured of the way to it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Measured {
+    /// Random reads of whole records; 0 = not measured.
+    pub disk_bytes_per_s: f64,
+    /// Weights multiplied with one row; 0 = not measured.
+    pub gemv_bytes_per_s: f64,
+    /// RAM for experts.
+    pub ram_bytes: u64,
+    /// Bytes of records it can keep: held and free.
+    pub disk_bytes: Option<u64>,
+    /// A small message there and back, median.
+    pub round_trip_us: Option<f64>,
+    /// Payload of the link.
+    pub link_bytes_per_s: Option<f64>,
 }
 
 impl ClusterState {
@@ -107,6 +139,18 @@ impl ClusterState {
         self.listen
     }
 
+    /// Where the coordinator that runs on this directory listens: what it wrote down, else the address of the
+    /// state.
+    pub(super) fn running_at(&self) -> SocketAddr {
+        let noted = std::fs::read_to_string(self.path("coordinator.addr")).ok();
+        noted.and_then(|text| text.trim().parse().ok()).unwrap_or(self.listen)
+    }
+
+    /// Writes down where the running coordinator listens.
+    pub(super) fn note_running_at(&self, address: SocketAddr) -> Result<(), ClusterError> {
+        self.write("coordinator.addr", format!("{address}\n").as_bytes())
+    }
+
     /// Makes a join token: CA certificate, expiring secret, addresses. `advertise` lists the
     /// addresses a node should try.
     ///
@@ -148,10 +192,44 @@ impl ClusterState {
     /// # Errors
     /// [`ClusterError::State`] when there is no such node.
     pub fn revoke(&self, which: &str) -> Result<Member, ClusterError> {
+        self.change_member(which, |member| member.revoked = true)
+    }
+
+    /// The placement in force when a coordinator last ran; a file that cannot be read is planned anew.
+    pub(super) fn placement(&self) -> Result<Option<PlacementFile>, ClusterError> {
+        self.read_json("placement.json").or_else(|error| {
+            tracing::warn!(%error, "planning anew");
+            Ok(None)
+        })
+    }
+
+    pub(super) fn set_placement(&self, file: &PlacementFile) -> Result<(), ClusterError> {
+        self.write_json("placement.json", file)
+    }
+
+    /// Has the node `which` (id or name) own nothing, or something again.
+    ///
+    /// # Errors
+    /// [`ClusterError::State`] when there is no such node.
+    pub fn set_drained(&self, which: &str, drained: bool) -> Result<Member, ClusterError> {
+        self.change_member(which, |member| member.drained = drained)
+    }
+
+    /// Forgets the node `which` (id or name): it would have to join again.
+    ///
+    /// # Errors
+    /// [`ClusterError::State`] when there is no such node.
+    pub fn forget(&self, which: &str) -> Result<Member, ClusterError> {
+        let member = self.change_member(which, |_| ())?;
+        self.change_members(|members| members.retain(|m| m.id != member.id))?;
+        Ok(member)
+    }
+
+    fn change_member(&self, which: &str, change: impl FnOnce(&mut Member)) -> Result<Member, ClusterError> {
         self.change_members(|members| {
             let found = members.iter_mut().find(|m| m.id == which || m.name == which);
             found.map(|member| {
-                member.revoked = true;
+                change(member);
                 member.clone()
             })
         })?
@@ -318,6 +396,8 @@ mod tests {
             key_hash: String::new(),
             addresses: vec![],
             revoked: false,
+            drained: false,
+            measured: None,
         };
         state.change_members(|m| m.push(member.clone())).unwrap();
         assert!(state.revoke("kitchen").unwrap().revoked);

@@ -10,7 +10,7 @@ mod support;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use shimmer::cluster::ClusterOptions;
+use shimmer::cluster::{ClusterOptions, LocalShare};
 use support::*;
 
 /// Every layer with few and many rows.
@@ -50,7 +50,7 @@ fn halves_add_up_and_replicas_share_the_work() {
 
 #[test]
 fn the_coordinator_takes_its_share_and_what_nobody_holds() {
-    let options = ClusterOptions { local_share: 0.5, ..ClusterOptions::default() };
+    let options = ClusterOptions { local_share: LocalShare::Fixed(0.5), ..ClusterOptions::default() };
     let cluster = Cluster::start(Setup { options, ..Setup::default() });
     let _node = cluster.node("small", Synthetic::new(|id| id.layer == LAYERS[0]));
     cluster.experts.wait_ready(1, PATIENCE).unwrap();

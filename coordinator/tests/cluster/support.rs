@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use shimmer::cluster::{ClusterExperts, ClusterModel, ClusterOptions, ClusterState};
+use shimmer::cluster::{ClusterExperts, ClusterModel, ClusterOptions, ClusterState, ExpertDemand};
 use shimmer_common::container::Fingerprint;
 use shimmer_common::experts::{
     ExpertCompute, ExpertError, ExpertId, ExpertLayout, ExpertSource, ExpertSpec, LocalStore, MatrixSpec,
@@ -215,7 +215,9 @@ impl Cluster {
 pub fn start_coordinator(state: &ClusterState, setup: Setup) -> Arc<ClusterExperts> {
     let source: Arc<dyn ExpertSource> = Arc::new(setup.source);
     let local = setup.local.then(|| store(source.clone()));
-    let model = ClusterModel { fingerprint: FINGERPRINT, profile: NumericProfile::default(), source, local };
+    let demand = ExpertDemand::unknown(4);
+    let model =
+        ClusterModel { fingerprint: FINGERPRINT, profile: NumericProfile::default(), source, local, demand };
     ClusterExperts::start(state.clone(), model, setup.options).unwrap()
 }
 

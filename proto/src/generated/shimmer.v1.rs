@@ -87,9 +87,9 @@ pub struct Measurement {
     /// RAM for experts now.
     #[prost(uint64, tag = "4")]
     pub ram_bytes: u64,
-    /// Free bytes where records are kept.
+    /// Bytes of records the node can keep where it keeps them: held and free.
     #[prost(uint64, tag = "5")]
-    pub disk_free_bytes: u64,
+    pub disk_bytes: u64,
     #[prost(uint32, tag = "6")]
     pub threads: u32,
     /// When, milliseconds since 1970.

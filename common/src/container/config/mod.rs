@@ -144,6 +144,14 @@ impl ModelConfig {
         }
     }
 
+    /// Routed experts a token uses in a layer.
+    pub fn experts_per_token(&self) -> usize {
+        match self {
+            Self::Glm(c) => c.num_experts_per_tok,
+            Self::Olmoe(c) => c.num_experts_per_tok,
+        }
+    }
+
     /// Longest context in tokens.
     pub fn max_position_embeddings(&self) -> usize {
         match self {

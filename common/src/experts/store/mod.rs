@@ -188,6 +188,16 @@ impl LocalStore {
         self.core.cache.capacity()
     }
 
+    /// Whether there is RAM for every expert of the model.
+    pub fn has_room_for_all(&self) -> bool {
+        self.core.cache.limit() >= self.core.all_bytes
+    }
+
+    /// The kernels it computes with.
+    pub fn kernels(&self) -> Kernels {
+        self.core.kernels
+    }
+
     /// Bytes of records in RAM or on their way.
     pub fn ram_taken(&self) -> usize {
         self.core.cache.allocated_bytes()

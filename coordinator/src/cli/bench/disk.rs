@@ -1,25 +1,20 @@
 //! `shimmer bench disk`: reads of expert size, by engine, page cache and depth.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::mpsc;
-use std::time::Instant;
+use std::time::Duration;
 
 use clap::Args;
 use serde_json::{Value, json};
 use shimmer_common::container::Container;
 use shimmer_common::disk;
-use shimmer_common::experts::{ExpertSource, MatrixSpec};
-use shimmer_common::io::{
-    self, Caching, Class, IoEngine, IoMode, IoOptions, Read, ReadError, Segment, SharedFile,
-};
-use shimmer_common::mem::AlignedBuf;
+use shimmer_common::experts::MatrixSpec;
+use shimmer_common::io::{Caching, IoMode, IoOptions};
+use shimmer_common::measure::{Reads, WINDOW};
 use shimmer_common::quant::Format;
 use shimmer_common::size::Size;
 use shimmer_common::synth::{fill_matrix, shuffled};
 
 use super::stats::Spread;
-use crate::cli::bandwidth::memory_buffer;
 use crate::cli::error::CliError;
 use crate::cli::interrupt::Interrupt;
 use crate::cli::model_args::{parse_depth, parse_positive};
@@ -69,124 +64,17 @@ pub struct DiskArgs {
     json: bool,
 }
 
-/// Reads that lie somewhere in files.
-pub struct Reads {
-    items: Vec<Vec<Segment>>,
-    paths: Vec<PathBuf>,
-    /// Largest read.
-    buffer_bytes: usize,
-}
-
-impl Reads {
-    /// One read per expert of `source`.
-    ///
-    /// # Errors
-    /// [`CliError::Data`] when the source has no experts.
-    pub fn of_experts(source: &dyn ExpertSource) -> Result<Self, CliError> {
-        let layout = source.layout();
-        let ids = layout.ids().filter(|id| source.contains(*id));
-        let items: Vec<Vec<Segment>> = ids.map(|id| source.plan(id)).collect::<Result<_, _>>()?;
-        if items.is_empty() {
-            return Err(CliError::Data(format!("{} holds no experts to read", source.describe())));
-        }
-        let mut paths: Vec<PathBuf> =
-            items.iter().flatten().map(|segment| segment.file.path().to_owned()).collect();
-        paths.sort();
-        paths.dedup();
-        Ok(Self { items, paths, buffer_bytes: layout.max_record_bytes() })
-    }
-
-    /// One file cut into reads of `read_bytes`.
-    fn of_file(path: &Path, file_bytes: u64, read_bytes: usize) -> Self {
-        let file = Arc::new(SharedFile::new(path, true));
-        let count = file_bytes / read_bytes as u64;
-        let segment =
-            |i: u64| Segment { file: file.clone(), offset: i * read_bytes as u64, len: read_bytes, at: 0 };
-        let items = (0..count).map(|i| vec![segment(i)]).collect();
-        Self { items, paths: vec![path.to_owned()], buffer_bytes: read_bytes }
-    }
-
-    /// Bytes of all reads.
-    pub fn total_bytes(&self) -> u64 {
-        self.items.iter().flatten().map(|segment| segment.len as u64).sum()
-    }
-
-    /// Reads in the order of the files.
-    fn in_file_order(&self) -> Vec<usize> {
-        let mut order: Vec<usize> = (0..self.items.len()).collect();
-        order.sort_by_key(|&i| self.items[i].first().map(|s| (s.file.path().to_owned(), s.offset)));
-        order
-    }
-
-    /// Drops the files from the page cache, so far as the system lets us.
-    fn forget(&self) {
-        self.paths.iter().for_each(|path| io::forget_file(path));
-    }
-}
-
-/// Reads in flight: the experts of one layer that are missing.
-const WINDOW: usize = 8;
-
 /// Bytes per second of random reads of at most `limit` bytes with a fresh engine, the page cache emptied first.
 ///
 /// # Errors
 /// [`CliError`] when a read fails.
 pub fn timed_reads(reads: &Reads, options: IoOptions, seed: u64, limit: u64) -> Result<f64, CliError> {
-    timed(reads, options, &shuffled(reads.items.len(), seed), limit)
+    timed(reads, options, &shuffled(reads.len(), seed), limit)
 }
 
 fn timed(reads: &Reads, options: IoOptions, order: &[usize], limit: u64) -> Result<f64, CliError> {
     reads.forget();
-    let engine = IoEngine::start(options);
-    let (sender, receiver) = mpsc::channel();
-    let submit = |buf: AlignedBuf, segments: Vec<Segment>| {
-        let sender = sender.clone();
-        let done = Box::new(move |buf: AlignedBuf, result: Result<(), ReadError>| {
-            // The receiver outlives every read, or nobody waits any more.
-            let _ = sender.send((buf, result));
-        });
-        drop(engine.submit(Read { buf, segments, class: Class::Demand, done }));
-    };
-    let (first, rest) =
-        order.split_first().ok_or_else(|| CliError::Failed("there is nothing to read".into()))?;
-    let failed = |e: ReadError| CliError::Failed(e.to_string());
-    let lost = |_| CliError::Failed("the reading threads have stopped".into());
-    let mut free = Vec::new();
-    for _ in 0..WINDOW {
-        free.push(memory_buffer(reads.buffer_bytes).map_err(|e| CliError::io("cannot allocate", &e))?);
-    }
-    // The first read opens files and starts threads; it does not count.
-    if let Some(buffer) = free.pop() {
-        submit(buffer, reads.items[*first].clone());
-        let (buffer, result) = receiver.recv().map_err(lost)?;
-        result.map_err(failed)?;
-        free.push(buffer);
-    }
-    let mut bytes = 0;
-    let mut running = 0;
-    let mut rest = rest.iter();
-    let started = Instant::now();
-    loop {
-        while bytes < limit
-            && let Some(buffer) = free.pop()
-        {
-            let Some(&next) = rest.next() else {
-                free.push(buffer);
-                break;
-            };
-            bytes += reads.items[next].iter().map(|segment| segment.len as u64).sum::<u64>();
-            submit(buffer, reads.items[next].clone());
-            running += 1;
-        }
-        if running == 0 {
-            break;
-        }
-        let (buffer, result) = receiver.recv().map_err(lost)?;
-        result.map_err(failed)?;
-        free.push(buffer);
-        running -= 1;
-    }
-    Ok(bytes as f64 / started.elapsed().as_secs_f64().max(1e-9))
+    Ok(reads.timed(options, order, WINDOW, limit, Duration::MAX)?)
 }
 
 /// One way to read.

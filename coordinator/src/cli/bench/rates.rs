@@ -5,9 +5,10 @@ use std::path::Path;
 use shimmer_common::io::{Caching, IoMode, IoOptions};
 use shimmer_common::kernels::{Isa, Probe};
 use shimmer_common::machine;
+use shimmer_common::measure::Reads;
 use shimmer_common::size::Size;
 
-use super::disk::{Reads, timed_reads};
+use super::disk::timed_reads;
 use crate::cli::bandwidth::{best_probe, mac_rate, memory_buffer, read_rate};
 use crate::cli::error::CliError;
 

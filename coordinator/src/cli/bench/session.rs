@@ -9,7 +9,6 @@ use shimmer_common::experts::StoreStats;
 use shimmer_common::io;
 use shimmer_common::synth::random_ids;
 
-use super::disk::Reads;
 use super::rates;
 use crate::cli::error::CliError;
 use crate::cli::interrupt::Interrupt;
@@ -151,7 +150,7 @@ impl Limits {
         let memory_bytes_per_s = rates::memory(subject.pool.current_num_threads());
         let disk_bytes_per_s = match &subject.local {
             Some(store) if !all_resident(subject) => {
-                rates::disk(&Reads::of_experts(store.source().as_ref())?, seed)
+                rates::disk(&shimmer_common::measure::Reads::of_experts(store.source().as_ref())?, seed)
             }
             _ => None,
         };

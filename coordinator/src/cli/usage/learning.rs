@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::BufWriter;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use shimmer_common::container::{Container, Fingerprint};
 use shimmer_common::disk;
@@ -11,7 +11,7 @@ use shimmer_common::experts::usage::simulate::PolicyKind;
 use shimmer_common::experts::usage::{
     ObservedExperts, TRACE_MAGIC, TraceShape, TraceSink, UsageKeeper, file,
 };
-use shimmer_common::experts::{EvictionPolicy, ExpertCompute, ExpertLayout, LocalStore};
+use shimmer_common::experts::{EvictionPolicy, ExpertCompute, ExpertId, ExpertLayout, LocalStore};
 
 use super::super::error::CliError;
 use super::super::interrupt::Interrupt;
@@ -75,6 +75,12 @@ impl Learning {
         if self.instead.is_none() {
             self.keeper.pin(store, room_bytes);
         }
+    }
+
+    /// The heat of an expert, as learned so far.
+    pub fn heat(&self) -> Arc<dyn Fn(ExpertId) -> f64 + Send + Sync> {
+        let counts = self.keeper.counts();
+        Arc::new(move |id| counts.lock().unwrap_or_else(PoisonError::into_inner).heat(id))
     }
 
     /// Sees everything that is asked of `experts`.

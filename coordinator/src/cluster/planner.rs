@@ -1,0 +1,204 @@
+//! The placement in force: made from what members measured, kept in the cluster directory, made anew when
+//! the cluster changes.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use shimmer_common::container::Fingerprint;
+use shimmer_common::experts::{ExpertId, ExpertLayout};
+use shimmer_node::wire::Held;
+
+use super::here::Here;
+use super::placement::{Demand, Placement, PlacementFile, PlanReport, Rates, Worker, plan};
+use super::routes::RouteLog;
+use super::state::{ClusterState, Member};
+use super::{ClusterError, ExpertDemand};
+
+/// Speeds that changed by less than this factor are the same.
+const SAME: f64 = 1.5;
+/// Least time between two plans for other speeds only.
+const PAUSE: Duration = Duration::from_secs(120);
+
+/// Plans, and remembers the plan.
+pub(super) struct Planner {
+    state: ClusterState,
+    model: Fingerprint,
+    layout: ExpertLayout,
+    demand: ExpertDemand,
+    routes: Arc<RouteLog>,
+    /// This machine, where it takes part.
+    here: Option<Here>,
+    /// Read by every dispatch.
+    current: RwLock<Arc<Placement>>,
+    /// Held while planning, so that it is done once.
+    made: Mutex<Made>,
+}
+
+#[derive(Default)]
+struct Made {
+    report: Option<PlanReport>,
+    at: Option<Instant>,
+}
+
+impl Planner {
+    /// Takes up the placement of an earlier run, if it is of this model.
+    pub(super) fn new(
+        state: ClusterState,
+        model: Fingerprint,
+        layout: ExpertLayout,
+        demand: ExpertDemand,
+        routes: Arc<RouteLog>,
+        here: Option<Here>,
+    ) -> Result<Self, ClusterError> {
+        let file = state.placement()?;
+        let placement = file.as_ref().and_then(|file| file.placement(model, &layout));
+        let report = placement.is_some().then(|| file.map(|file| file.report)).flatten();
+        Ok(Self {
+            state,
+            model,
+            layout,
+            demand,
+            routes,
+            here,
+            current: RwLock::new(Arc::new(placement.unwrap_or_default())),
+            made: Mutex::new(Made { report, at: None }),
+        })
+    }
+
+    /// The placement in force; empty before anybody could be planned for.
+    pub(super) fn placement(&self) -> Arc<Placement> {
+        self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// What the planner said last.
+    pub(super) fn report(&self) -> Option<PlanReport> {
+        self.made().report.clone()
+    }
+
+    fn made(&self) -> MutexGuard<'_, Made> {
+        self.made.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The experts a member should hold.
+    pub(super) fn assigned(&self, member: &str) -> Held {
+        self.placement().assigned(&self.layout, member)
+    }
+
+    /// Plans anew if somebody came, left or turned out much faster or slower than planned for.
+    ///
+    /// # Errors
+    /// [`ClusterError::State`].
+    pub(super) fn review(&self) -> Result<(), ClusterError> {
+        let mut made = self.made();
+        let workers = self.workers()?;
+        let current = self.placement();
+        let same_machines = workers.len() == current.workers.len()
+            && workers.iter().all(|w| current.workers.iter().any(|c| c.id == w.id));
+        let known = |w: &Worker| current.workers.iter().find(|c| c.id == w.id);
+        let same_speeds = workers.iter().all(|w| known(w).is_some_and(|c| alike(c, w)));
+        let rested = made.at.is_none_or(|at| at.elapsed() > PAUSE);
+        if workers.is_empty() || (same_machines && (same_speeds || !rested)) {
+            return Ok(());
+        }
+        let (placement, report) = self.plan(&workers, &current);
+        self.enforce(&mut made, placement, report)
+    }
+
+    /// Plans with what is known now. Returns the report and how many experts change their owner.
+    ///
+    /// # Errors
+    /// [`ClusterError::State`].
+    pub(super) fn rebalance(&self, dry_run: bool) -> Result<(PlanReport, usize), ClusterError> {
+        let mut made = self.made();
+        let current = self.placement();
+        let (placement, report) = self.plan(&self.workers()?, &current);
+        let moved = placement.moved_since(&current);
+        if !dry_run {
+            self.enforce(&mut made, placement, report.clone())?;
+        }
+        Ok((report, moved))
+    }
+
+    fn plan(&self, workers: &[Worker], current: &Placement) -> (Placement, PlanReport) {
+        let heat = &self.demand.heat;
+        let demand =
+            Demand::new(&self.layout, self.demand.per_token, |id| heat(id), |layer| self.routes.of(layer));
+        plan(&demand, workers, Some(current).filter(|c| !c.owners.is_empty()))
+    }
+
+    fn enforce(&self, made: &mut Made, placement: Placement, report: PlanReport) -> Result<(), ClusterError> {
+        self.state.set_placement(&PlacementFile::new(self.model, &placement, &report))?;
+        let moved = placement.moved_since(&self.placement());
+        for worker in &report.workers {
+            tracing::info!(
+                node = worker.worker.name,
+                experts = worker.experts,
+                replicas = worker.replicas,
+                share = worker.share,
+                ms_per_layer = worker.ms_per_layer,
+                "planned"
+            );
+        }
+        tracing::info!(moved, ms_per_layer = report.ms_per_layer, "a new placement is in force");
+        *self.current.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(placement);
+        *made = Made { report: Some(report), at: Some(Instant::now()) };
+        Ok(())
+    }
+
+    /// Everybody that may own experts, as measured.
+    fn workers(&self) -> Result<Vec<Worker>, ClusterError> {
+        let members = self.state.members()?;
+        let here = self.here.as_ref().map(Here::worker);
+        Ok(here.into_iter().chain(members.iter().filter(|m| m.takes_part()).map(worker)).collect())
+    }
+}
+
+/// A member as a worker; what was not measured is assumed.
+fn worker(member: &Member) -> Worker {
+    let assumed = Rates::ASSUMED;
+    let measured = member.measured.clone().unwrap_or_default();
+    let rates = Rates {
+        disk_bytes_per_s: measured.disk_bytes_per_s,
+        gemv_bytes_per_s: measured.gemv_bytes_per_s,
+        round_trip_s: measured.round_trip_us.map_or(assumed.round_trip_s, |us| us / 1e6),
+        link_bytes_per_s: measured.link_bytes_per_s.unwrap_or(assumed.link_bytes_per_s),
+    };
+    Worker {
+        id: member.id.clone(),
+        name: member.name.clone(),
+        rates: rates.sane(),
+        ram_bytes: measured.ram_bytes,
+        disk_bytes: Some(measured.disk_bytes.unwrap_or(u64::MAX)),
+    }
+}
+
+fn alike(a: &Worker, b: &Worker) -> bool {
+    let near = |a: f64, b: f64| a.max(b) <= a.min(b) * SAME + f64::MIN_POSITIVE;
+    let (ra, rb) = (&a.rates, &b.rates);
+    near(ra.disk_bytes_per_s, rb.disk_bytes_per_s)
+        && near(ra.gemv_bytes_per_s, rb.gemv_bytes_per_s)
+        // Below half a millisecond round trips are noise.
+        && near(ra.round_trip_s.max(5e-4), rb.round_trip_s.max(5e-4))
+        && near(ra.link_bytes_per_s, rb.link_bytes_per_s)
+        && near(a.ram_bytes as f64, b.ram_bytes as f64)
+}
+
+/// What `shimmer plan --cluster` shows without a running coordinator: a plan for the members' last
+/// measurements.
+///
+/// # Errors
+/// [`ClusterError::State`].
+pub fn plan_offline(
+    state: &ClusterState,
+    layout: &ExpertLayout,
+    demand: &ExpertDemand,
+    here: Option<Worker>,
+    model: Fingerprint,
+) -> Result<PlanReport, ClusterError> {
+    let members = state.members()?;
+    let workers: Vec<Worker> =
+        here.into_iter().chain(members.iter().filter(|m| m.takes_part()).map(worker)).collect();
+    let current = state.placement()?.and_then(|file| file.placement(model, layout));
+    let demand = Demand::new(layout, demand.per_token, |id: ExpertId| (demand.heat)(id), |_| Vec::new());
+    Ok(plan(&demand, &workers, current.as_ref()).1)
+}
