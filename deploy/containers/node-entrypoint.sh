@@ -1,8 +1,8 @@
 #!/bin/sh
 # node-entrypoint.sh [join|start|run]: `join` joins once, `start` serves, `run` (the default) does both.
 #
-# The data directory is the node's identity: one that has joined never needs the token again. The token is read
-# from a file (a mounted secret) and waited for, because it can be made only while the coordinator runs.
+# The data directory is the node's identity: one that has joined never needs the token again. The token is
+# read from a file (a mounted secret) and waited for, because it can be made only while the coordinator runs.
 set -eu
 data=${SHIMMER_NODE_DATA:-/data/node}
 token_file=${SHIMMER_JOIN_TOKEN_FILE:-/run/secrets/join-token}
