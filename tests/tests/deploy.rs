@@ -3,7 +3,6 @@
 #![cfg(target_os = "linux")]
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -279,9 +278,11 @@ fn stub(dir: &Path, name: &str) {
         "#!/bin/sh\ncase $1 in --version) echo '{name} 0.0.0' ;; *) echo \"$*\" >>{}/calls ;; esac\n",
         dir.display()
     );
-    let path = dir.join(name);
-    std::fs::write(&path, script).expect("a stub");
-    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).expect("its mode");
+    // Made by another process: a child that a parallel test forks must not hold it open for writing.
+    let text = dir.join(format!("{name}.txt"));
+    std::fs::write(&text, script).expect("a stub");
+    let made = Command::new("install").args(["-m", "0755"]).arg(&text).arg(dir.join(name)).status();
+    assert!(made.expect("install starts").success());
 }
 
 fn install(args: &[&str]) -> Output {
