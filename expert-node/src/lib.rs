@@ -14,6 +14,8 @@ mod fetch;
 pub mod files;
 mod join;
 mod machine;
+pub mod measure;
+pub mod probe;
 mod register;
 mod run;
 mod service;

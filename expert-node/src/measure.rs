@@ -120,7 +120,8 @@ fn room(store: &LocalStore, records: &Path) -> u64 {
     held.saturating_add(disk::free_bytes(records).unwrap_or(0))
 }
 
-pub(crate) fn unix_ms() -> u64 {
+/// This machine's clock, milliseconds since 1970.
+pub fn unix_ms() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO);
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }

@@ -171,7 +171,7 @@ fn invite(args: &InviteArgs) -> Result<(), CliError> {
 
 /// The addresses other machines reach `listen` at. An unspecified address stands for the one this
 /// machine would use to reach others (no packet is sent to find it).
-fn own_addresses(listen: SocketAddr) -> Vec<SocketAddr> {
+pub fn own_addresses(listen: SocketAddr) -> Vec<SocketAddr> {
     if !listen.ip().is_unspecified() {
         return vec![listen];
     }

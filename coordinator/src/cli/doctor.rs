@@ -94,13 +94,13 @@ impl Check {
     }
 
     /// Something that could be better.
-    pub fn warn(area: Area, what: &str, found: impl Into<String>, remedy: &str) -> Self {
-        Self { state: State::Warn, remedy: remedy.to_owned(), ..Self::ok(area, what, found) }
+    pub fn warn(area: Area, what: &str, found: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { state: State::Warn, remedy: remedy.into(), ..Self::ok(area, what, found) }
     }
 
     /// Something that does not work.
-    pub fn fail(area: Area, what: &str, found: impl Into<String>, remedy: &str) -> Self {
-        Self { state: State::Fail, remedy: remedy.to_owned(), ..Self::ok(area, what, found) }
+    pub fn fail(area: Area, what: &str, found: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { state: State::Fail, remedy: remedy.into(), ..Self::ok(area, what, found) }
     }
 }
 

@@ -4,9 +4,10 @@ use std::path::Path;
 
 use x509_parser::pem::parse_x509_pem;
 
-use super::cluster::probe;
+use super::cluster::{own_addresses, probe};
 use super::doctor::{Area, Check};
-use crate::cluster::ClusterState;
+use super::doctor_links;
+use crate::cluster::{ClusterState, Coordinator, Member};
 
 /// Days before its end from which a certificate is worth a warning.
 const EXPIRY_WARNING_DAYS: i64 = 30;
@@ -30,16 +31,10 @@ pub fn checks(dir: &Path, listed: &[String]) -> Vec<Check> {
     checks.extend(["ca.crt", "coordinator.crt"].map(|name| certificate(&dir.join(name))));
     match state.members() {
         Err(error) => checks.push(Check::fail(area, "nodes", error.to_string(), "restore the file")),
-        Ok(members) => {
-            for member in members.iter().filter(|m| !m.revoked) {
-                let found = member.addresses.iter().find_map(|a| probe(a).map(|ms| (a, ms)));
-                checks.push(match found {
-                    Some((address, ms)) => {
-                        Check::ok(area, &member.name, format!("{address} answers in {ms:.1} ms"))
-                    }
-                    None => not_reachable(&member.name, &member.addresses.join(", ")),
-                });
-            }
+        Ok(mut members) => {
+            members.retain(|m| !m.revoked);
+            checks.extend(doctor_links::duplicates(&members));
+            checks.extend(links(&state, &members));
         }
     }
     for address in listed {
@@ -49,6 +44,35 @@ pub fn checks(dir: &Path, listed: &[String]) -> Vec<Check> {
         });
     }
     checks
+}
+
+/// Every way between this machine, the running coordinator and the nodes.
+fn links(state: &ClusterState, members: &[Member]) -> Vec<Check> {
+    let area = Area::Cluster;
+    let start = "start it with `shimmer serve --cluster DIR --model DIR`";
+    let credentials = match state.credentials() {
+        Ok(credentials) => credentials,
+        Err(error) => return vec![Check::fail(area, "keys", error.to_string(), "restore the file")],
+    };
+    let (check, seen_at) = match Coordinator::connect(state) {
+        Ok(Some(coordinator)) => {
+            let found = format!("runs at {}", coordinator.address());
+            (Check::ok(area, "coordinator", found), own_address(state))
+        }
+        Ok(None) => {
+            let found = "does not run, so the ways from the nodes to it are not measured";
+            (Check::warn(area, "coordinator", found, start), None)
+        }
+        Err(error) => (Check::fail(area, "coordinator", error.to_string(), start), None),
+    };
+    let mut checks = vec![check];
+    checks.extend(doctor_links::checks(&credentials, members, seen_at.as_deref()));
+    checks
+}
+
+/// Where other machines reach the coordinator.
+fn own_address(state: &ClusterState) -> Option<String> {
+    own_addresses(state.running_at()).first().map(ToString::to_string)
 }
 
 fn not_reachable(name: &str, addresses: &str) -> Check {
@@ -101,7 +125,7 @@ mod tests {
         ClusterState::init(&cluster, "127.0.0.1:0".parse().unwrap()).unwrap();
         let found = checks(&cluster, &["127.0.0.1:1".to_owned()]);
         let states: Vec<State> = found.iter().map(|c| c.state).collect();
-        assert_eq!(states, [State::Ok, State::Ok, State::Ok, State::Fail], "{found:?}");
+        assert_eq!(states, [State::Ok, State::Ok, State::Ok, State::Warn, State::Fail], "{found:?}");
         std::fs::write(cluster.join("ca.crt"), "nonsense").unwrap();
         assert!(checks(&cluster, &[]).iter().any(|c| c.what == "ca.crt" && c.state == State::Fail));
     }

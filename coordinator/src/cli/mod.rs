@@ -17,6 +17,7 @@ mod demo_model;
 mod demo_nodes;
 mod doctor;
 mod doctor_cluster;
+mod doctor_links;
 mod doctor_model;
 mod error;
 mod http_client;

@@ -46,6 +46,11 @@ impl Coordinator {
         }
     }
 
+    /// Where it was reached.
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
     /// What the coordinator says of its cluster.
     ///
     /// # Errors

@@ -141,7 +141,7 @@ impl ClusterState {
 
     /// Where the coordinator that runs on this directory listens: what it wrote down, else the address of the
     /// state.
-    pub(super) fn running_at(&self) -> SocketAddr {
+    pub fn running_at(&self) -> SocketAddr {
         let noted = std::fs::read_to_string(self.path("coordinator.addr")).ok();
         noted.and_then(|text| text.trim().parse().ok()).unwrap_or(self.listen)
     }
@@ -248,7 +248,10 @@ impl ClusterState {
     }
 
     /// What the coordinator shows and accepts.
-    pub(super) fn credentials(&self) -> Result<Credentials, ClusterError> {
+    ///
+    /// # Errors
+    /// [`ClusterError::State`].
+    pub fn credentials(&self) -> Result<Credentials, ClusterError> {
         Ok(Credentials {
             ca_pem: self.read_text("ca.crt")?,
             identity: Some((self.read_text("coordinator.crt")?, self.read_text("coordinator.key")?)),

@@ -476,6 +476,9 @@ pub struct Load {
     /// Bytes of records sent to other members.
     #[prost(uint64, tag = "16")]
     pub sent_bytes: u64,
+    /// Bitset of the experts whose records are in memory.
+    #[prost(bytes = "bytes", tag = "17")]
+    pub resident: ::prost::bytes::Bytes,
 }
 /// How far the fetching of records is.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -533,7 +536,8 @@ pub struct ReachReply {
     pub round_trip_us: ::prost::alloc::vec::Vec<u32>,
     #[prost(double, tag = "3")]
     pub bytes_per_s: f64,
-    /// Whether this side sends small messages at once (TCP_NODELAY).
+    /// Whether small messages leave at once both ways: two in a row are not held back for tens of
+    /// milliseconds, as they are where a side lacks TCP_NODELAY.
     #[prost(bool, tag = "4")]
     pub no_delay: bool,
     /// Largest packet of the way there, 0 where the system does not say.
@@ -555,6 +559,27 @@ pub struct DiskReply {
     /// Why it could not be measured.
     #[prost(string, tag = "3")]
     pub problem: ::prost::alloc::string::String,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct FactsRequest {}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct FactsReply {
+    #[prost(message, optional, tag = "1")]
+    pub peer: ::core::option::Option<Peer>,
+    /// Version of the program.
+    #[prost(string, tag = "2")]
+    pub version: ::prost::alloc::string::String,
+    /// Node id; empty for the coordinator.
+    #[prost(string, tag = "3")]
+    pub node_id: ::prost::alloc::string::String,
+    /// Validity of its certificate, seconds since 1970; 0 where it cannot be read.
+    #[prost(int64, tag = "4")]
+    pub not_before_unix: i64,
+    #[prost(int64, tag = "5")]
+    pub not_after_unix: i64,
+    /// Its clock, milliseconds since 1970.
+    #[prost(uint64, tag = "6")]
+    pub unix_ms: u64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct StatusRequest {}
@@ -2557,6 +2582,25 @@ pub mod probe_client {
             req.extensions_mut().insert(GrpcMethod::new("shimmer.v1.Probe", "Disk"));
             self.inner.unary(req, path, codec).await
         }
+        /// Who answers here.
+        pub async fn facts(
+            &mut self,
+            request: impl tonic::IntoRequest<super::FactsRequest>,
+        ) -> std::result::Result<tonic::Response<super::FactsReply>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/shimmer.v1.Probe/Facts");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("shimmer.v1.Probe", "Facts"));
+            self.inner.unary(req, path, codec).await
+        }
     }
 }
 /// Generated server implementations.
@@ -2593,6 +2637,11 @@ pub mod probe_server {
             &self,
             request: tonic::Request<super::DiskRequest>,
         ) -> std::result::Result<tonic::Response<super::DiskReply>, tonic::Status>;
+        /// Who answers here.
+        async fn facts(
+            &self,
+            request: tonic::Request<super::FactsRequest>,
+        ) -> std::result::Result<tonic::Response<super::FactsReply>, tonic::Status>;
     }
     /// Measures links. Served by the coordinator and by every node to members of the cluster.
     #[derive(Debug)]
@@ -2786,6 +2835,49 @@ pub mod probe_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = DiskSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/shimmer.v1.Probe/Facts" => {
+                    #[allow(non_camel_case_types)]
+                    struct FactsSvc<T: Probe>(pub Arc<T>);
+                    impl<T: Probe> tonic::server::UnaryService<super::FactsRequest>
+                    for FactsSvc<T> {
+                        type Response = super::FactsReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::FactsRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Probe>::facts(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = FactsSvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(
