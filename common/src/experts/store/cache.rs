@@ -371,6 +371,17 @@ impl Cache {
         self.lock().places.len()
     }
 
+    /// The experts that can be computed without a read.
+    pub(super) fn resident_ids(&self) -> Vec<ExpertId> {
+        self.lock().places.values().copied().collect()
+    }
+
+    /// Which of these can be computed without a read.
+    pub(super) fn are_resident(&self, ids: impl Iterator<Item = ExpertId>) -> Vec<bool> {
+        let table = self.lock();
+        ids.map(|id| matches!(table.entries.get(&id), Some(State::Resident(_)))).collect()
+    }
+
     /// Lowers or raises the bytes in use, within what the arena has. What lies beyond a lowered limit is
     /// given up where nobody uses it, else as soon as it comes back.
     pub(super) fn set_limit(&self, bytes: usize) {

@@ -188,6 +188,16 @@ impl LocalStore {
         self.core.cache.capacity()
     }
 
+    /// The experts whose records are in RAM now.
+    pub fn resident_ids(&self) -> Vec<ExpertId> {
+        self.core.cache.resident_ids()
+    }
+
+    /// Which experts of a layer are in RAM now.
+    pub fn are_resident(&self, layer: u16, experts: &[u16]) -> Vec<bool> {
+        self.core.cache.are_resident(experts.iter().map(|&index| ExpertId { layer, index }))
+    }
+
     /// Whether there is RAM for every expert of the model.
     pub fn has_room_for_all(&self) -> bool {
         self.core.cache.limit() >= self.core.all_bytes
