@@ -101,6 +101,12 @@ struct JoinArgs {
     /// Serve this expert pack (made by `shimmer pack`) instead of fetching records
     #[arg(long, value_name = "DIR")]
     pack: Option<PathBuf>,
+    /// Network interface the coordinator should reach this PC at, such as eth0
+    #[arg(long, value_name = "NAME", conflicts_with = "advertise")]
+    interface: Option<String>,
+    /// Use only the token's addresses: do not look for the coordinator by multicast DNS
+    #[arg(long)]
+    no_discovery: bool,
     /// Join only; `shimmer-node start` serves later
     #[arg(long)]
     no_start: bool,
@@ -165,6 +171,8 @@ fn join_and_run(args: JoinArgs) -> Result<Ended, NodeError> {
         isa: Some(args.isa),
         threads: args.threads,
         pack: args.pack.map(|dir| std::path::absolute(&dir).unwrap_or(dir)),
+        discovery: !args.no_discovery,
+        interface: args.interface,
     };
     // Bound before the token is used up: a taken port leaves nothing behind.
     let listener = if args.no_start { None } else { Some(bind(args.listen)?) };

@@ -4,7 +4,8 @@
 //! one, so a cold disk read or a long prefill never delays liveness.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use shimmer_common::experts::usage::UsageKeeper;
@@ -64,6 +65,17 @@ pub(crate) struct Job {
 #[derive(Clone)]
 pub(crate) struct Compute {
     jobs: mpsc::Sender<Job>,
+    /// Looked at from outside; the thread owns it.
+    store: Weak<LocalStore>,
+    counts: Arc<Counts>,
+}
+
+#[derive(Default)]
+struct Counts {
+    /// Jobs waiting or in work.
+    queued: AtomicU32,
+    /// Jobs ever taken in.
+    dispatches: AtomicU64,
 }
 
 impl Compute {
@@ -87,6 +99,8 @@ impl Compute {
         usage.pin(&store, ram_bytes as u64);
         let watch = MemoryWatch::start(&store, 0);
         let (jobs, queue) = mpsc::channel::<Job>();
+        let (seen, counts) = (Arc::downgrade(&store), Arc::<Counts>::default());
+        let done = counts.clone();
         let (started, ready) = mpsc::channel();
         std::thread::Builder::new()
             .name("shimmer-compute".to_owned())
@@ -99,6 +113,7 @@ impl Compute {
                 let Ok(pool) = pool else { return };
                 while let Ok(job) = queue.recv() {
                     pool.install(|| work(&store, job));
+                    done.queued.fetch_sub(1, Ordering::Relaxed);
                 }
                 drop((watch, usage, store));
                 drop(alive);
@@ -108,7 +123,7 @@ impl Compute {
                 cause: e.to_string(),
             })?;
         match ready.recv() {
-            Ok(None) => Ok(Self { jobs }),
+            Ok(None) => Ok(Self { jobs, store: seen, counts }),
             Ok(Some(cause)) => Err(NodeError::Machine { what: "cannot start the compute threads", cause }),
             Err(e) => Err(NodeError::Machine { what: "the compute thread ended", cause: e.to_string() }),
         }
@@ -117,9 +132,36 @@ impl Compute {
     /// Queues a job. A dead compute thread shows as the coordinator's missing answer, so the answer
     /// channel is dropped with the job.
     pub(crate) fn submit(&self, job: Job) {
+        self.counts.queued.fetch_add(1, Ordering::Relaxed);
+        self.counts.dispatches.fetch_add(1, Ordering::Relaxed);
         if self.jobs.send(job).is_err() {
             tracing::error!("the compute thread is gone; restart the node");
         }
+    }
+}
+
+impl Compute {
+    /// Adds what the store and the queue are doing.
+    pub(crate) fn describe(&self, load: &mut v1::Load) {
+        let count = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
+        load.queued = self.counts.queued.load(Ordering::Relaxed);
+        load.dispatches = self.counts.dispatches.load(Ordering::Relaxed);
+        let Some(store) = self.store.upgrade() else { return };
+        let stats = store.stats();
+        let layout = store.layout();
+        let record = layout.ids().filter_map(|id| layout.record_bytes(id)).max().unwrap_or(1).max(1) as u64;
+        let taken = store.ram_taken() as u64;
+        load.pinned = count(stats.pinned_bytes / record);
+        load.cached = count(taken.saturating_sub(stats.pinned_bytes) / record);
+        load.slots = count(store.ram_capacity() as u64 / record);
+        load.experts = stats.computed;
+        load.hits = stats.hits;
+        load.misses = stats.misses;
+        load.read_bytes = stats.bytes_read;
+        load.hinted_bytes = stats.prefetch_issued_bytes;
+        load.hinted_used_bytes = stats.prefetch_used_bytes;
+        load.hinted_wasted_bytes = stats.prefetch_wasted_bytes;
+        load.takes_hints = store.wants_lookahead();
     }
 }
 

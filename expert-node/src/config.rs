@@ -14,7 +14,7 @@ use shimmer_common::experts::ExpertSource;
 use shimmer_common::kernels::{Isa, Kernels};
 
 use crate::error::NodeError;
-use crate::files::{FileLock, write_private};
+use crate::files::{FileLock, read_private, write_private};
 use crate::tls::{self, Credentials};
 
 const SETTINGS_VERSION: u32 = 1;
@@ -43,6 +43,16 @@ pub struct Settings {
     pub threads: Option<usize>,
     /// Expert pack to serve; absent means fetching records from the coordinator.
     pub pack: Option<PathBuf>,
+    /// Whether to look for the coordinator by mDNS beside its known addresses.
+    #[serde(default = "yes")]
+    pub discovery: bool,
+    /// Network interface whose addresses are told to the coordinator.
+    #[serde(default)]
+    pub interface: Option<String>,
+}
+
+fn yes() -> bool {
+    true
 }
 
 /// Where a node's records come from.
@@ -95,7 +105,7 @@ impl Settings {
         if !tls::is_node_id(&self.id) {
             return Err("`id` is not 20 lower-case hexadecimal digits; join again".to_owned());
         }
-        if self.coordinators.is_empty() {
+        if self.coordinators.is_empty() && !self.discovery {
             return Err("`coordinators` is empty; add host:port or join again".to_owned());
         }
         Ok(())
@@ -120,6 +130,8 @@ impl Settings {
             isa: None,
             threads: None,
             pack: None,
+            discovery: true,
+            interface: None,
         })
     }
 
@@ -174,13 +186,29 @@ impl NodeConfig {
     /// The certificates and key that `join` stored.
     ///
     /// # Errors
-    /// [`NodeError::File`].
+    /// [`NodeError::File`], also for a key that others can read.
     pub fn credentials(&self) -> Result<Credentials, NodeError> {
-        let read = |name: &str| {
+        let read = |name: &str, how: fn(&Path) -> std::io::Result<String>| {
             let path = self.data_dir.join(name);
-            std::fs::read_to_string(&path).map_err(|source| NodeError::File { action: "read", path, source })
+            how(&path).map_err(|source| NodeError::File { action: "read", path, source })
         };
-        Ok(Credentials { ca_pem: read("ca.crt")?, identity: Some((read("node.crt")?, read("node.key")?)) })
+        let public = |path: &Path| std::fs::read_to_string(path);
+        let identity = (read("node.crt", public)?, read("node.key", read_private)?);
+        Ok(Credentials { ca_pem: read("ca.crt", public)?, identity: Some(identity) })
+    }
+
+    /// Puts an address the coordinator was found at before the others.
+    ///
+    /// # Errors
+    /// [`NodeError::File`].
+    pub(crate) fn remember(&mut self, address: &str) -> Result<(), NodeError> {
+        /// Addresses kept: each costs a try while the coordinator is away.
+        const KEPT: usize = 8;
+        let known = &mut self.settings.coordinators;
+        known.retain(|a| a != address);
+        known.insert(0, address.to_owned());
+        known.truncate(KEPT);
+        self.save()
     }
 
     /// Takes the directory for this process.

@@ -18,12 +18,10 @@ pub enum NodeError {
     Mismatch(String),
     /// The coordinator does not answer.
     #[error(
-        "cannot reach the coordinator at {address}: {what}; is `shimmer serve --cluster DIR` running there?"
+        "cannot reach the coordinator ({what}); is `shimmer serve --cluster DIR` running there, and does its firewall let this port in?"
     )]
     Unreachable {
-        /// Addresses tried.
-        address: String,
-        /// Why the last one failed.
+        /// Every address tried and why it failed.
         what: String,
     },
     /// The data directory is missing, damaged or in use.

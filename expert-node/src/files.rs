@@ -34,6 +34,22 @@ pub fn write_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
+/// Reads a private key, which nobody but its owner may be able to read.
+///
+/// # Errors
+/// The operating system's error, or `PermissionDenied` with the remedy.
+pub fn read_private(path: &Path) -> io::Result<String> {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt as _;
+        if std::fs::metadata(path)?.permissions().mode() & 0o077 != 0 {
+            let what = format!("others can read this private key; run `chmod 600 {}`", path.display());
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
+        }
+    }
+    std::fs::read_to_string(path)
+}
+
 /// A lock held on a file until dropped or the process ends, however it ends.
 #[derive(Debug)]
 pub struct FileLock {
@@ -94,6 +110,11 @@ mod tests {
         let mode = |p: &Path| std::fs::metadata(p).unwrap().permissions().mode() & 0o777;
         assert_eq!((mode(&dir), mode(&file)), (0o700, 0o600));
         assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 1, "no temporary file is left");
+
+        assert_eq!(read_private(&file).unwrap(), "two");
+        std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o640)).unwrap();
+        let refused = read_private(&file).unwrap_err().to_string();
+        assert!(refused.contains("chmod 600 ") && refused.contains("key"), "{refused}");
     }
 
     #[test]

@@ -9,8 +9,10 @@ use shimmer_proto::v1;
 use shimmer_proto::v1::cluster_client::ClusterClient;
 
 use crate::config::{NodeConfig, Records, Settings};
+use crate::discover::Search;
 use crate::error::NodeError;
 use crate::files::{create_private_dir, write_private};
+use crate::interfaces;
 use crate::tls::{self, Credentials};
 use crate::token::Token;
 
@@ -34,6 +36,10 @@ pub struct JoinOptions {
     pub threads: Option<usize>,
     /// Expert pack to serve instead of fetching records.
     pub pack: Option<PathBuf>,
+    /// Whether to look for the coordinator by mDNS beside the token's addresses.
+    pub discovery: bool,
+    /// Network interface whose addresses are told to the coordinator when `advertise` is empty.
+    pub interface: Option<String>,
 }
 
 /// Joins the cluster of `token` and fills `data_dir`. The private key is made here and never leaves.
@@ -43,7 +49,13 @@ pub struct JoinOptions {
 /// [`NodeError`]; nothing is written unless the coordinator accepted.
 pub fn join(token: &str, data_dir: &Path, options: JoinOptions) -> Result<NodeConfig, NodeError> {
     let token = Token::decode(token)?;
-    token.check_expiry(SystemTime::now())?;
+    if let Err(error) = token.check_expiry(SystemTime::now()) {
+        // This clock may be the wrong one: the coordinator has the last word.
+        tracing::warn!(%error, "asking the coordinator all the same");
+    }
+    if let Some(interface) = &options.interface {
+        interfaces::addresses(Some(interface)).map_err(NodeError::Usage)?;
+    }
     let known = data_dir.join("node.json").exists().then(|| NodeConfig::load(data_dir)).transpose()?;
     // A running node keeps its settings, and its second join must not use up the token.
     let _lock = known.as_ref().map(NodeConfig::lock).transpose()?;
@@ -56,6 +68,8 @@ pub fn join(token: &str, data_dir: &Path, options: JoinOptions) -> Result<NodeCo
     settings.isa = options.isa;
     settings.threads = options.threads;
     settings.pack = options.pack;
+    settings.discovery = options.discovery;
+    settings.interface = options.interface;
     settings.kernels()?;
     if let Some(dir) = &settings.pack {
         Pack::open(dir)?;
@@ -85,11 +99,19 @@ pub fn join(token: &str, data_dir: &Path, options: JoinOptions) -> Result<NodeCo
         .enable_all()
         .build()
         .map_err(|e| NodeError::Machine { what: "cannot start the network runtime", cause: e.to_string() })?;
-    let certificate = runtime.block_on(ask(&token, &credentials, request))?;
+    let search = Search {
+        addresses: token.addresses.clone(),
+        discovery: settings.discovery,
+        interface: settings.interface.clone(),
+    };
+    let (certificate, address) = runtime.block_on(ask(&search, &credentials, request))?;
     if !tls::names_of(&certificate).contains(&tls::node_name(&settings.id)) {
         return Err(NodeError::Refused("the coordinator answered with a certificate for somebody else; install the same version of Shimmer on both machines".to_owned()));
     }
 
+    // Where it answered comes first from now on.
+    settings.coordinators.retain(|a| *a != address);
+    settings.coordinators.insert(0, address);
     let config = NodeConfig {
         data_dir: data_dir.to_owned(),
         records: settings.pack.clone().map_or(Records::Fetched, Records::Pack),
@@ -115,34 +137,22 @@ pub fn join(token: &str, data_dir: &Path, options: JoinOptions) -> Result<NodeCo
     Ok(config)
 }
 
-/// Tries the addresses of the token in order; the first coordinator that answers decides.
+/// Asks the coordinator that proves first that it has the token's CA; gives back the certificate and the
+/// address it came from.
 async fn ask(
-    token: &Token,
+    search: &Search,
     credentials: &Credentials,
     request: v1::JoinRequest,
-) -> Result<Vec<u8>, NodeError> {
-    let mut last =
-        "the token has no address; make one with `shimmer cluster invite --advertise HOST:PORT`".to_owned();
-    for address in &token.addresses {
-        let channel = match tls::connect(credentials, address, tls::COORDINATOR_NAME, JOIN_TIMEOUT).await {
-            Ok(channel) => channel,
-            Err(what) => {
-                last = what;
-                continue;
-            }
-        };
-        let answer =
-            tokio::time::timeout(JOIN_TIMEOUT, ClusterClient::new(channel).join(request.clone())).await;
-        match answer {
-            Ok(Ok(reply)) => return Ok(reply.into_inner().certificate.to_vec()),
-            Ok(Err(status)) => match status_error(&status) {
-                Some(error) => return Err(error),
-                None => last = status.message().to_owned(),
-            },
-            Err(_) => last = "did not answer in time".to_owned(),
-        }
+) -> Result<(Vec<u8>, String), NodeError> {
+    let found = search.reach(credentials, JOIN_TIMEOUT).await;
+    let (channel, address) = found.map_err(|what| NodeError::Unreachable { what })?;
+    match tokio::time::timeout(JOIN_TIMEOUT, ClusterClient::new(channel).join(request)).await {
+        Ok(Ok(reply)) => Ok((reply.into_inner().certificate.to_vec(), address)),
+        Ok(Err(status)) => Err(status_error(&status).unwrap_or_else(|| NodeError::Unreachable {
+            what: format!("{address} {}", tls::status_cause(&status)),
+        })),
+        Err(_) => Err(NodeError::Unreachable { what: format!("{address} did not answer in time") }),
     }
-    Err(NodeError::Unreachable { address: token.addresses.join(", "), what: last })
 }
 
 /// What a coordinator's refusal means for this node; `None` when it is the network's fault.
@@ -193,6 +203,8 @@ mod tests {
             isa: None,
             threads: None,
             pack: None,
+            discovery: false,
+            interface: None,
         };
         // The lock is tried before the network: the token is not used up.
         let refused = join(&token.encode(), dir.path(), options).unwrap_err();

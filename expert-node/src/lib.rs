@@ -3,20 +3,27 @@
 //! A node joins once ([`join`]), then runs ([`run`]): it serves the `Experts` service over mutual TLS
 //! to its coordinator only, registers with the coordinator as a heartbeat and fetches the records
 //! assigned to it. The network runs on one thread, the arithmetic on others, and they meet in channels.
-//! [`wire`], [`tls`], [`token`] and [`files`] are used by the coordinator too.
+//! [`wire`], [`tls`], [`token`], [`files`], [`gate`], [`discover`] and [`interfaces`] are used by the
+//! coordinator too.
 #![forbid(unsafe_code)]
 
 pub mod cli;
 mod compute;
 mod config;
+pub mod discover;
 mod error;
 mod fetch;
 pub mod files;
+pub mod gate;
+pub mod interfaces;
 mod join;
+mod lease;
+mod liveness;
 mod machine;
-pub mod measure;
+mod measure;
 pub mod probe;
 mod register;
+mod roster;
 mod run;
 mod service;
 mod shard;

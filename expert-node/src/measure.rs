@@ -5,13 +5,15 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use shimmer_common::disk;
 use shimmer_common::experts::LocalStore;
 use shimmer_common::io::IoOptions;
 use shimmer_common::measure::{self, MeasureError, Reads, Scratch};
 use shimmer_proto::v1;
+
+use crate::tls::unix_millis;
 
 /// Time spent on each measurement.
 const BUDGET: Duration = Duration::from_millis(300);
@@ -64,7 +66,7 @@ impl Meter {
             }
             measured.ram_bytes = store.ram_limit() as u64;
             measured.disk_bytes = room(&store, records);
-            measured.unix_ms = unix_ms();
+            measured.unix_ms = unix_millis();
             drop(store);
             *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(measured);
             std::thread::sleep(PERIOD);
@@ -118,10 +120,4 @@ fn room(store: &LocalStore, records: &Path) -> u64 {
     let held = layout.ids().filter(|&id| source.contains(id)).filter_map(|id| layout.record_bytes(id));
     let held: u64 = held.map(|bytes| bytes as u64).sum();
     held.saturating_add(disk::free_bytes(records).unwrap_or(0))
-}
-
-/// This machine's clock, milliseconds since 1970.
-pub fn unix_ms() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO);
-    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }

@@ -16,7 +16,6 @@ use tonic::transport::Channel;
 use tonic::{Request, Response, Status};
 use x509_parser::pem::parse_x509_pem;
 
-use crate::measure::unix_ms;
 use crate::tls::{self, Credentials};
 use crate::wire::{Facts, peer_to_wire};
 
@@ -116,7 +115,7 @@ impl Probe for ProbeService {
             let _room = room;
             let Some(source) = source else { return Err("there are no records yet".to_owned()) };
             let reads = Reads::of_experts(source.as_ref()).map_err(|e| e.to_string())?;
-            disk_speed(&reads, IoOptions::default(), unix_ms(), budget).map_err(|e| e.to_string())
+            disk_speed(&reads, IoOptions::default(), tls::unix_millis(), budget).map_err(|e| e.to_string())
         });
         let reply = match measured.await.map_err(|e| Status::internal(e.to_string()))? {
             Ok(speed) => v1::DiskReply {
@@ -139,7 +138,7 @@ impl Probe for ProbeService {
             node_id: self.node_id.clone(),
             not_before_unix,
             not_after_unix,
-            unix_ms: unix_ms(),
+            unix_ms: tls::unix_millis(),
         }))
     }
 }

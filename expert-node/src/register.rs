@@ -1,5 +1,6 @@
 //! Telling the coordinator where this node is, again and again, whether the coordinator is there or not.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,7 +9,10 @@ use shimmer_proto::v1;
 use shimmer_proto::v1::cluster_client::ClusterClient;
 use tonic::transport::Channel;
 
+use crate::config::NodeConfig;
+use crate::discover::Search;
 use crate::error::NodeError;
+use crate::interfaces;
 use crate::join::status_error;
 use crate::service::Shared;
 use crate::tls::{self, Credentials};
@@ -28,27 +32,47 @@ pub(crate) struct Registration {
     pub(crate) heartbeat: Duration,
     /// The connection, for fetching records.
     pub(crate) channel: Channel,
+    /// Ids of the members that may fetch records.
+    pub(crate) roster: Vec<String>,
+    /// Why the coordinator cannot dial this node; empty when it can or has not tried.
+    pub(crate) unreachable: String,
+    /// What is wrong with the two clocks.
+    pub(crate) skew: Option<String>,
 }
 
 /// The client side of the coordinator's control port.
 pub(crate) struct Registrar {
     pub(crate) shared: Arc<Shared>,
-    pub(crate) credentials: Credentials,
-    pub(crate) coordinators: Vec<String>,
-    pub(crate) advertise: Vec<String>,
-    pub(crate) port: u16,
-    channel: Option<Channel>,
+    credentials: Credentials,
+    config: NodeConfig,
+    port: u16,
+    /// The connection, and where it leads to.
+    channel: Option<(Channel, String)>,
 }
 
 impl Registrar {
-    pub(crate) fn new(
-        shared: Arc<Shared>,
-        credentials: Credentials,
-        coordinators: Vec<String>,
-        advertise: Vec<String>,
-        port: u16,
-    ) -> Self {
-        Self { shared, credentials, coordinators, advertise, port, channel: None }
+    pub(crate) fn new(shared: Arc<Shared>, credentials: Credentials, config: NodeConfig, port: u16) -> Self {
+        Self { shared, credentials, config, port, channel: None }
+    }
+
+    /// Where the coordinator was reached.
+    pub(crate) fn reached(&self) -> &str {
+        self.channel.as_ref().map_or("nowhere", |(_, address)| address)
+    }
+
+    /// Addresses the coordinator should dial; empty means "where my calls come from".
+    fn advertise(&self) -> Vec<String> {
+        let settings = &self.config.settings;
+        let Some(interface) = settings.interface.as_deref().filter(|_| settings.advertise.is_empty()) else {
+            return settings.advertise.clone();
+        };
+        match interfaces::addresses(Some(interface)) {
+            Ok(ips) => ips.into_iter().map(|ip| SocketAddr::new(ip, self.port).to_string()).collect(),
+            Err(why) => {
+                tracing::warn!(why, "the coordinator will dial where the calls come from");
+                Vec::new()
+            }
+        }
     }
 
     /// Registers once.
@@ -61,8 +85,11 @@ impl Registrar {
         let channel = self.channel().await?;
         let request = v1::RegisterRequest {
             peer: Some(peer_to_wire(&ours)),
-            advertise: self.advertise.clone(),
+            advertise: self.advertise(),
             port: self.port.into(),
+            instance: self.shared.instance.to_vec().into(),
+            unix_ms: tls::unix_millis(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
             ..v1::RegisterRequest::default()
         };
         let call =
@@ -71,11 +98,13 @@ impl Registrar {
             Ok(Ok(reply)) => reply.into_inner(),
             Ok(Err(status)) => {
                 self.channel = None;
-                return Err(status_error(&status).unwrap_or_else(|| self.unreachable(status.message())));
+                return Err(status_error(&status)
+                    .unwrap_or_else(|| NodeError::Unreachable { what: tls::status_cause(&status) }));
             }
             Err(_) => {
+                let what = format!("{} did not answer in time", self.reached());
                 self.channel = None;
-                return Err(self.unreachable("did not answer in time"));
+                return Err(NodeError::Unreachable { what });
             }
         };
         let coordinator = check_peer(&ours, reply.peer.as_ref()).map_err(NodeError::Mismatch)?;
@@ -89,29 +118,40 @@ impl Registrar {
                 .map_err(|e| odd(e.to_string()))?;
         let assigned = Held::from_wire(&layout, &reply.assigned).map_err(|e| odd(e.to_string()))?;
         let heartbeat = Duration::from_millis(reply.heartbeat_ms.clamp(200, 60_000).into());
-        Ok(Registration { coordinator, layout, assigned, heartbeat, channel })
+        let skew = tls::clock_skew(tls::unix_millis(), reply.unix_ms, "the coordinator");
+        let (roster, unreachable) = (reply.roster, printable(&reply.unreachable));
+        Ok(Registration { coordinator, layout, assigned, heartbeat, channel, roster, unreachable, skew })
     }
 
     async fn channel(&mut self) -> Result<Channel, NodeError> {
-        if let Some(channel) = &self.channel {
+        if let Some((channel, _)) = &self.channel {
             return Ok(channel.clone());
         }
-        let mut last = "no address is known".to_owned();
-        for address in &self.coordinators {
-            match tls::connect(&self.credentials, address, tls::COORDINATOR_NAME, CALL_TIMEOUT).await {
-                Ok(channel) => return Ok(self.channel.insert(channel).clone()),
-                Err(what) => last = what,
+        let settings = &self.config.settings;
+        let search = Search {
+            addresses: settings.coordinators.clone(),
+            discovery: settings.discovery,
+            interface: settings.interface.clone(),
+        };
+        let found = search.reach(&self.credentials, CALL_TIMEOUT).await;
+        let (channel, address) = found.map_err(|what| NodeError::Unreachable { what })?;
+        if !search.addresses.contains(&address) {
+            tracing::info!(address, "found the coordinator by its announcement");
+            if let Err(error) = self.config.remember(&address) {
+                tracing::warn!(%error, "the coordinator's new address is not kept");
             }
         }
-        Err(self.unreachable(&last))
-    }
-
-    fn unreachable(&self, what: &str) -> NodeError {
-        NodeError::Unreachable { address: self.coordinators.join(", "), what: what.to_owned() }
+        self.channel = Some((channel.clone(), address));
+        Ok(channel)
     }
 }
 
-/// Pauses between attempts: doubling from 250 ms to 10 s.
+/// A sentence from the network, shortened and free of control characters.
+fn printable(sentence: &str) -> String {
+    sentence.chars().filter(|c| !c.is_control()).take(500).collect()
+}
+
+/// Pauses between attempts: doubling from 250 ms to 5 s.
 #[derive(Debug, Clone)]
 pub struct Backoff {
     next: Duration,
@@ -119,7 +159,7 @@ pub struct Backoff {
 
 impl Backoff {
     const FIRST: Duration = Duration::from_millis(250);
-    const LONGEST: Duration = Duration::from_secs(10);
+    const LONGEST: Duration = Duration::from_secs(5);
 
     /// Starts with the shortest pause.
     pub fn new() -> Self {

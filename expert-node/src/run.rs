@@ -3,23 +3,25 @@
 use std::future::Future;
 use std::net::TcpListener;
 use std::path::Path;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use shimmer_proto::v1::experts_server::ExpertsServer;
-use tonic::transport::server::TcpIncoming;
+use shimmer_proto::v1::liveness_server::LivenessServer;
+use tonic::service::InterceptorLayer;
 use tonic::transport::{Server, ServerTlsConfig};
 
 use crate::config::NodeConfig;
 use crate::error::NodeError;
+use crate::gate;
+use crate::liveness::LivenessService;
 use crate::register::{Backoff, Registrar, Registration};
 use crate::service::{ExpertsService, Shared};
 use crate::shard::Shard;
 use crate::tls::Credentials;
 use crate::wire::MAX_MESSAGE_BYTES;
 
-/// How often a silent connection is asked for a sign of life, and how long one may take.
-const KEEP_ALIVE: Duration = Duration::from_secs(20);
 /// Longest wait for the compute thread at the end.
 const LET_GO_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -60,19 +62,21 @@ async fn serve(config: NodeConfig, listener: TcpListener, alive: mpsc::Sender<()
     let port = listener.local_addr().map_err(listen_error)?.port();
     let listener = tokio::net::TcpListener::from_std(listener).map_err(listen_error)?;
     config.settings.kernels()?;
-    let shared = Arc::new(Shared::new(config.settings.clone(), &config.data_dir, alive));
+    let shared = Arc::new(Shared::new(config.settings.clone(), &config.data_dir, alive)?);
     let shard = Shard::open(&config, &shared)?;
+    let gate = shared.gate.clone();
     let server = server(&credentials, &config.data_dir)?
+        .layer(InterceptorLayer::new(move |request| gate.recognise(request)))
+        .add_service(LivenessServer::new(LivenessService { shared: shared.clone() }))
         .add_service(
             ExpertsServer::new(ExpertsService { shared: shared.clone() })
                 .max_decoding_message_size(MAX_MESSAGE_BYTES)
                 .max_encoding_message_size(MAX_MESSAGE_BYTES),
         )
-        .serve_with_incoming(TcpIncoming::from(listener).with_nodelay(Some(true)));
+        .serve_with_incoming(shared.gate.incoming(listener));
     let settings = &config.settings;
-    let registrar =
-        Registrar::new(shared, credentials, settings.coordinators.clone(), settings.advertise.clone(), port);
     tracing::info!(node = settings.name, id = settings.id, port, "expert node is up");
+    let registrar = Registrar::new(shared, credentials, config, port);
     tokio::select! {
         served = server => served.map_err(|e| NodeError::Machine { what: "the server stopped", cause: crate::tls::cause(&e) }),
         ended = stay_registered(registrar, shard) => ended,
@@ -96,8 +100,7 @@ fn server(credentials: &Credentials, data_dir: &Path) -> Result<Server, NodeErro
             crate::tls::cause(&e).trim_end_matches('.')
         ),
     })?;
-    // A coordinator whose machine lost power closes nothing.
-    Ok(server.http2_keepalive_interval(Some(KEEP_ALIVE)).http2_keepalive_timeout(Some(KEEP_ALIVE)))
+    Ok(gate::limited(server))
 }
 
 /// Registers for ever. The first answer decides whether this node belongs here; later refusals are
@@ -106,14 +109,24 @@ async fn stay_registered(mut registrar: Registrar, mut shard: Shard) -> Result<(
     let mut backoff = Backoff::new();
     let mut accepted = false;
     let mut complained = false;
+    let mut unreachable = String::new();
+    let mut skewed = false;
     loop {
         let pause = match registrar.register().await {
             Ok(registration) => {
                 if !accepted || complained {
-                    tracing::info!(coordinator = registrar.coordinators.join(", "), "registered");
+                    tracing::info!(coordinator = registrar.reached(), "registered");
                 }
                 (accepted, complained) = (true, false);
                 backoff.reset();
+                if registration.unreachable != unreachable {
+                    unreachable.clone_from(&registration.unreachable);
+                    complain_unreachable(&unreachable);
+                }
+                if let Some(skew) = registration.skew.as_ref().filter(|_| !skewed) {
+                    tracing::warn!("{skew}");
+                }
+                skewed = registration.skew.is_some();
                 take_up(&registrar.shared, &mut shard, &registration)?;
                 registration.heartbeat
             }
@@ -130,6 +143,14 @@ async fn stay_registered(mut registrar: Registrar, mut shard: Shard) -> Result<(
     }
 }
 
+fn complain_unreachable(why: &str) {
+    if why.is_empty() {
+        tracing::info!("the coordinator reaches this node again");
+    } else {
+        tracing::warn!(why, "this node reaches the coordinator, but not the other way round");
+    }
+}
+
 /// Serves the coordinator's model and fetches what is assigned and missing.
 fn take_up(shared: &Arc<Shared>, shard: &mut Shard, registration: &Registration) -> Result<(), NodeError> {
     let coordinator = &registration.coordinator;
@@ -139,6 +160,8 @@ fn take_up(shared: &Arc<Shared>, shard: &mut Shard, registration: &Registration)
                 .to_owned(),
         )
     })?;
+    shared.roster.set(registration.roster.iter().cloned());
+    shared.wanted.store(u32::try_from(registration.assigned.len()).unwrap_or(u32::MAX), Ordering::Relaxed);
     shard.begin(shared, fingerprint, &registration.layout)?;
     shared.serve(coordinator.profile)?;
     shard.fetch_missing(shared, registration.channel.clone(), &registration.assigned);

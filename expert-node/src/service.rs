@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
 use shimmer_common::container::Fingerprint;
@@ -20,6 +20,9 @@ use tonic::{Request, Response, Status, Streaming};
 use crate::compute::{Answers, Cancelled, Compute, Job, Outgoing};
 use crate::config::Settings;
 use crate::error::NodeError;
+use crate::gate::Gate;
+use crate::lease::{GREETING, Lease};
+use crate::roster::Roster;
 use crate::tls;
 use crate::wire::{Facts, Held, MAX_MESSAGE_BYTES, check_peer, peer_to_wire};
 
@@ -55,6 +58,18 @@ impl Serving {
 /// State shared by the service and the registration task.
 pub(crate) struct Shared {
     pub(crate) settings: Settings,
+    /// Random id of this process.
+    pub(crate) instance: [u8; 16],
+    /// For whom this node works.
+    pub(crate) lease: Arc<Lease>,
+    /// The connections to this node.
+    pub(crate) gate: Arc<Gate>,
+    /// Who may fetch records here.
+    pub(crate) roster: Roster,
+    /// Experts this node should own, as far as it knows.
+    pub(crate) wanted: AtomicU32,
+    /// Experts held when `held_changed` last had the value beside it.
+    counted: Mutex<Option<(u64, u32)>>,
     /// Where the usage of this node's experts is kept.
     usage_path: PathBuf,
     /// The records and their model, once there are any.
@@ -68,14 +83,61 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    pub(crate) fn new(settings: Settings, data_dir: &Path, alive: std::sync::mpsc::Sender<()>) -> Self {
-        Self {
+    pub(crate) fn new(
+        settings: Settings,
+        data_dir: &Path,
+        alive: std::sync::mpsc::Sender<()>,
+    ) -> Result<Self, NodeError> {
+        let mut instance = [0; 16];
+        getrandom::fill(&mut instance)
+            .map_err(|e| NodeError::Machine { what: "cannot draw a random id", cause: e.to_string() })?;
+        Ok(Self {
             settings,
+            instance,
+            lease: Lease::new(),
+            gate: Gate::new(),
+            roster: Roster::default(),
+            wanted: AtomicU32::new(0),
+            counted: Mutex::default(),
             usage_path: data_dir.join(file::FILE_NAME),
             records: OnceLock::new(),
             serving: OnceLock::new(),
             held_changed: watch::Sender::new(0),
             alive,
+        })
+    }
+
+    /// What is served, if anything is.
+    pub(crate) fn serving(&self) -> Option<&Serving> {
+        self.serving.get()
+    }
+
+    /// How far the fetching of records is.
+    pub(crate) fn sync_progress(&self) -> v1::SyncProgress {
+        let held_records = self.serving.get().map_or(0, |serving| self.count_held(serving));
+        let wanted_records = self.wanted.load(Ordering::Relaxed);
+        v1::SyncProgress { wanted_records, held_records, ..v1::SyncProgress::default() }
+    }
+
+    /// Counts the experts held, anew only when they have changed.
+    fn count_held(&self, serving: &Serving) -> u32 {
+        let version = *self.held_changed.borrow();
+        let mut counted = self.counted.lock().unwrap_or_else(PoisonError::into_inner);
+        match *counted {
+            Some((at, held)) if at == version => held,
+            _ => {
+                let held = u32::try_from(serving.held().len()).unwrap_or(u32::MAX);
+                *counted = Some((version, held));
+                held
+            }
+        }
+    }
+
+    /// Cuts off members that were revoked.
+    pub(crate) fn revoke(&self, ids: &[String]) {
+        for id in self.roster.revoke(ids) {
+            tracing::info!(id, "a member was revoked");
+            self.gate.close_node(&id);
         }
     }
 
@@ -136,13 +198,7 @@ impl Experts for ExpertsService {
         &self,
         request: Request<Streaming<v1::ToNode>>,
     ) -> Result<Response<Self::ServeStream>, Status> {
-        // The TLS layer has checked that the certificate is of our CA; only one name may use experts.
-        if !tls::peer_names(&request).iter().any(|name| name == tls::COORDINATOR_NAME) {
-            return Err(Status::unauthenticated(format!(
-                "node {} serves its coordinator only; call with the coordinator's certificate",
-                self.shared.settings.name
-            )));
-        }
+        coordinator_only(&self.shared, &request)?;
         // The compute thread must never wait for a peer that does not read; what it may owe is bounded
         // by the intake.
         let (answers, stream) = mpsc::unbounded_channel();
@@ -160,6 +216,18 @@ impl Experts for ExpertsService {
     }
 }
 
+/// Refuses callers other than the coordinator. The TLS layer has checked that the certificate is of our
+/// CA; only one name may use this node.
+pub(crate) fn coordinator_only<T>(shared: &Shared, request: &Request<T>) -> Result<(), Status> {
+    if tls::peer_names(request).iter().any(|name| name == tls::COORDINATOR_NAME) {
+        return Ok(());
+    }
+    Err(Status::unauthenticated(format!(
+        "node {} serves its coordinator only; call with the coordinator's certificate",
+        shared.settings.name
+    )))
+}
+
 async fn session(
     shared: &Shared,
     mut incoming: Streaming<v1::ToNode>,
@@ -175,10 +243,12 @@ async fn session(
     let checked = check_peer(&shared.facts(), hello.peer.as_ref()).and_then(|theirs| {
         let serving = shared.serve(theirs.profile).map_err(|e| e.to_string())?;
         let name = &shared.settings.name;
-        serving.ok_or_else(|| format!("node {name} has no model yet; it asks the coordinator for one"))
+        let serving = serving
+            .ok_or_else(|| format!("node {name} has no model yet; it asks the coordinator for one"))?;
+        Ok((serving, shared.lease.take(&hello.instance, GREETING)?))
     });
-    let serving = match checked {
-        Ok(serving) => serving,
+    let (serving, mut stay) = match checked {
+        Ok(agreed) => agreed,
         Err(why) => {
             send(v1::from_node::Message::Refused(why.clone()))?;
             return Err(why);
@@ -192,7 +262,7 @@ async fn session(
         holdings: Some(serving.holdings()),
         isa: serving.isa.clone(),
         ram_bytes: serving.ram_bytes,
-        ..v1::NodeHello::default()
+        instance: shared.instance.to_vec().into(),
     }))?;
     match next(&mut incoming).await? {
         Some(v1::to_node::Message::Verdict(verdict)) if verdict.accepted => {}
@@ -201,12 +271,17 @@ async fn session(
         None => return Ok(()),
         Some(_) => return Err("it sent work before its verdict".to_owned()),
     }
-    tracing::info!("serving the coordinator");
+    tracing::info!("the coordinator reached this node; serving it");
     let cancelled = Cancelled::default();
     let intake = Arc::new(Semaphore::new(INTAKE_KIB));
     loop {
         let message = tokio::select! {
             message = next(&mut incoming) => message?,
+            () = stay.lost() => {
+                let why = "the pings stayed away and another coordinator took the node over".to_owned();
+                send(v1::from_node::Message::Refused(why.clone()))?;
+                return Err(why);
+            }
             changed = held_changed.changed() => {
                 changed.map_err(|_| "the node is stopping".to_owned())?;
                 send(v1::from_node::Message::Holdings(serving.holdings()))?;

@@ -3,8 +3,10 @@
 //! Certificates name who somebody is, never where: clients connect to any address and check the name
 //! they expect behind it.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
 use x509_parser::prelude::{FromDer as _, GeneralName, X509Certificate};
 
@@ -69,6 +71,7 @@ pub async fn connect(
         .map_err(|_| "is not an address of the form host:port".to_owned())?
         .connect_timeout(timeout)
         .tcp_nodelay(true)
+        .http2_max_header_list_size(16 << 10)
         .http2_keep_alive_interval(Duration::from_secs(10))
         .keep_alive_timeout(Duration::from_secs(20))
         .keep_alive_while_idle(true)
@@ -92,6 +95,11 @@ pub fn cause(error: &dyn std::error::Error) -> String {
     if text.contains("close_notify") { "it went away without a goodbye".to_owned() } else { text }
 }
 
+/// Why a call failed, in words for the owner of a cluster.
+pub fn status_cause(status: &tonic::Status) -> String {
+    explain(&cause(status))
+}
+
 /// Says what a TLS alert means for the owner of a cluster.
 fn explain(cause: &str) -> String {
     if cause.contains("UnknownIssuer") || cause.contains("BadSignature") {
@@ -101,10 +109,67 @@ fn explain(cause: &str) -> String {
     if cause.contains("NotValidForName") {
         return "is a machine of this cluster, but not the one expected there; check the address".to_owned();
     }
-    if cause.contains("Expired") || cause.contains("NotValidYet") {
-        return "shows a certificate that is not valid now; check the clocks of both machines".to_owned();
+    let now = || shown(unix_now());
+    if cause.contains("certificate expired") || cause.contains("certificate not valid yet") {
+        // rustls: "… verification time 1 (UNIX), but certificate is not valid before 2 (1 seconds …)".
+        let (past, edge) = match cause.split_once("not valid before ") {
+            Some((_, rest)) => ("begins", rest),
+            None => ("ended", cause.split_once("not valid after ").map_or("", |(_, rest)| rest)),
+        };
+        let edge = edge
+            .split(' ')
+            .next()
+            .and_then(|seconds| seconds.parse().ok())
+            .map_or_else(|| "at another time".to_owned(), |seconds| format!("at {}", shown(seconds)));
+        return format!(
+            "shows a certificate whose time {past} {edge}, but the clock of this machine says {}; set the clocks of both machines right",
+            now()
+        );
+    }
+    if cause.contains("CertificateExpired") {
+        return format!(
+            "finds by its own clock that the certificate of this machine is not valid now; the clock of this machine says {}; set the clocks of both machines right",
+            now()
+        );
     }
     cause.to_owned()
+}
+
+/// Seconds since 1970 by this machine's clock.
+fn unix_now() -> u64 {
+    unix_millis() / 1000
+}
+
+/// Milliseconds since 1970 by this machine's clock.
+pub fn unix_millis() -> u64 {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(now.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// A time for people.
+fn shown(unix: u64) -> String {
+    let time = i64::try_from(unix).ok().and_then(|unix| OffsetDateTime::from_unix_timestamp(unix).ok());
+    time.and_then(|time| time.format(&Rfc3339).ok()).unwrap_or_else(|| format!("{unix} s after 1970"))
+}
+
+/// What is wrong with two clocks that differ by more than five minutes: by how much `their` clock is
+/// ahead of or behind `our` one; `None` when they agree or the other side did not say.
+pub fn clock_skew(ours_ms: u64, theirs_ms: u64, they: &str) -> Option<String> {
+    const TOLERATED_MS: u64 = 5 * 60 * 1000;
+    let apart = ours_ms.abs_diff(theirs_ms);
+    if theirs_ms == 0 || apart <= TOLERATED_MS {
+        return None;
+    }
+    let minutes = apart / 60_000;
+    let apart = match minutes {
+        0..120 => format!("{minutes} minutes"),
+        120..2880 => format!("{} hours", minutes / 60),
+        _ => format!("{} days", minutes / 1440),
+    };
+    let direction = if theirs_ms > ours_ms { "ahead of" } else { "behind" };
+    Some(format!(
+        "the clock of {they} is {apart} {direction} the clock of this machine; work goes on, but certificates and tokens are judged by the clock, so set both right"
+    ))
 }
 
 /// DNS names in the certificate of the caller of a request, empty when it showed none.
@@ -134,6 +199,11 @@ pub fn peer_node_id<T>(request: &tonic::Request<T>) -> Option<String> {
         .map(str::to_owned)
 }
 
+/// The first certificate of a PEM text; `None` when there is none.
+pub fn pem_to_der(pem: &str) -> Option<Vec<u8>> {
+    x509_parser::pem::parse_x509_pem(pem.as_bytes()).ok().map(|(_, pem)| pem.contents)
+}
+
 /// Text form of a DER certificate.
 pub fn der_to_pem(der: &[u8]) -> String {
     use base64::Engine as _;
@@ -145,4 +215,47 @@ pub fn der_to_pem(der: &[u8]) -> String {
     }
     pem.push_str("-----END CERTIFICATE-----\n");
     pem
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_out_of_joint_are_explained_with_both_clocks() {
+        let early = explain(
+            "invalid peer certificate: certificate not valid yet: verification time 1700000000 (UNIX), but certificate is not valid before 1800000000 (100000000 seconds in future)",
+        );
+        assert!(early.contains("begins at 2027-01-15T08:00:00Z"), "{early}");
+        let late = explain(
+            "invalid peer certificate: certificate expired: verification time 1700000000 (UNIX), but certificate is not valid after 1600000000 (100000000 seconds ago)",
+        );
+        assert!(late.contains("ended at 2020-09-13T12:26:40Z"), "{late}");
+        for text in [early, late, explain("received fatal alert: CertificateExpired")] {
+            assert!(
+                text.contains("clock of this machine says 2") && text.contains("set the clocks"),
+                "{text}"
+            );
+        }
+        assert_eq!(explain("odd"), "odd");
+    }
+
+    #[test]
+    fn only_clocks_far_apart_are_mentioned() {
+        let (minute, hour) = (60_000, 3_600_000);
+        let ours = 1_800_000_000_000;
+        assert_eq!(clock_skew(ours, ours + 4 * minute, "node a"), None);
+        assert_eq!(clock_skew(ours, 0, "node a"), None);
+        let ahead = clock_skew(ours, ours + 3 * hour, "node a").unwrap();
+        assert!(ahead.contains("the clock of node a is 3 hours ahead of"), "{ahead}");
+        let behind = clock_skew(ours, ours - 49 * hour, "node a").unwrap();
+        assert!(behind.contains("2 days behind"), "{behind}");
+    }
+
+    #[test]
+    fn certificates_survive_their_text_form() {
+        let certificate = rcgen::generate_simple_self_signed(vec!["a".to_owned()]).unwrap().cert;
+        assert_eq!(pem_to_der(&der_to_pem(certificate.der())).unwrap(), certificate.der().to_vec());
+        assert_eq!(pem_to_der("nonsense"), None);
+    }
 }

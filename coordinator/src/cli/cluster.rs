@@ -4,7 +4,7 @@ mod change;
 
 pub use change::{NodeArgs, RebalanceArgs, RemoveArgs};
 
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -16,6 +16,7 @@ use super::error::CliError;
 use super::interrupt::Interrupt;
 use super::output;
 use crate::cluster::{ClusterState, Member};
+use shimmer_node::interfaces;
 
 /// How long a node may take to accept a connection before it counts as away.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -42,6 +43,27 @@ pub enum ClusterCommand {
     Remove(RemoveArgs),
     /// Plan anew who owns what, with what has been measured and learned
     Rebalance(RebalanceArgs),
+    /// Stop accepting a node's certificate, now and for good
+    Revoke(RevokeArgs),
+}
+
+/// Arguments of `shimmer cluster revoke`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Example:
+  shimmer cluster revoke laptop-3 --cluster ~/.shimmer/cluster
+
+A running coordinator notices within a second. To let the PC in again, join it under a new --data directory.")]
+pub struct RevokeArgs {
+    /// Name or id of the node, as `shimmer cluster nodes` lists it
+    node: String,
+
+    /// Cluster state directory
+    #[arg(long, value_name = "DIR")]
+    cluster: PathBuf,
+
+    /// Print the node as JSON
+    #[arg(long)]
+    json: bool,
 }
 
 /// Arguments of `shimmer cluster init`.
@@ -73,6 +95,10 @@ pub struct InviteArgs {
     /// Addresses nodes should try, IP:PORT,… [default: this machine's, with the cluster's port]
     #[arg(long, value_name = "ADDR", value_delimiter = ',')]
     advertise: Vec<SocketAddr>,
+
+    /// Network interface whose addresses nodes should try, such as eth0
+    #[arg(long, value_name = "NAME", conflicts_with = "advertise")]
+    interface: Option<String>,
 
     /// How long the token is valid: 30s, 10m, 24h, 7d
     #[arg(long, value_name = "TIME", default_value = "24h", value_parser = parse_duration)]
@@ -132,6 +158,7 @@ pub fn run(command: &ClusterCommand) -> Result<(), CliError> {
         ClusterCommand::Resume(args) => change::set_drained(args, false),
         ClusterCommand::Remove(args) => change::remove(args),
         ClusterCommand::Rebalance(args) => change::rebalance(args),
+        ClusterCommand::Revoke(args) => revoke(args),
     }
 }
 
@@ -147,8 +174,10 @@ fn init(args: &InitArgs) -> Result<(), CliError> {
 
 fn invite(args: &InviteArgs) -> Result<(), CliError> {
     let state = ClusterState::open(&args.cluster)?;
-    let advertise =
-        if args.advertise.is_empty() { own_addresses(state.listen()) } else { args.advertise.clone() };
+    let advertise = match args.advertise.is_empty() {
+        true => own_addresses(state.listen(), args.interface.as_deref())?,
+        false => args.advertise.clone(),
+    };
     let token = state.invite(&advertise, args.valid, args.uses)?;
     if args.json {
         let addresses: Vec<String> = advertise.iter().map(SocketAddr::to_string).collect();
@@ -169,17 +198,35 @@ fn invite(args: &InviteArgs) -> Result<(), CliError> {
     output::emit(&(token + "\n"))
 }
 
-/// The addresses other machines reach `listen` at. An unspecified address stands for the one this
-/// machine would use to reach others (no packet is sent to find it).
-pub fn own_addresses(listen: SocketAddr) -> Vec<SocketAddr> {
+/// The addresses other machines reach `listen` at. An unspecified address stands for those of the
+/// interfaces that lead to other machines, or of the pinned one.
+pub fn own_addresses(listen: SocketAddr, interface: Option<&str>) -> Result<Vec<SocketAddr>, CliError> {
     if !listen.ip().is_unspecified() {
-        return vec![listen];
+        return Ok(vec![listen]);
     }
-    let outward = UdpSocket::bind("0.0.0.0:0")
-        .and_then(|socket| socket.connect("192.0.2.1:9").and_then(|()| socket.local_addr()));
-    let loopback = SocketAddr::from(([127, 0, 0, 1], listen.port()));
-    let outward = outward.ok().map(|address| SocketAddr::new(address.ip(), listen.port()));
-    outward.into_iter().filter(|address| *address != loopback).chain([loopback]).collect()
+    let ips = interfaces::addresses(interface).map_err(CliError::Usage)?;
+    // `0.0.0.0` takes no IPv6 connections.
+    let served = |ip: &IpAddr| listen.is_ipv6() || ip.is_ipv4();
+    let served: Vec<_> =
+        ips.into_iter().filter(served).map(|ip| SocketAddr::new(ip, listen.port())).collect();
+    match served.is_empty() {
+        true => Err(CliError::Usage(format!(
+            "this machine has only IPv6 addresses there, but the cluster listens on {listen}; make it with --listen [::]:{}",
+            listen.port()
+        ))),
+        false => Ok(served),
+    }
+}
+
+fn revoke(args: &RevokeArgs) -> Result<(), CliError> {
+    let member = ClusterState::open(&args.cluster)?.revoke(&args.node)?;
+    if args.json {
+        return output::emit_json(&member);
+    }
+    output::emit(&format!(
+        "{} ({}) is revoked; a running coordinator cuts it off within a second\n",
+        member.name, member.id
+    ))
 }
 
 /// One node as `status` shows it.
@@ -331,11 +378,12 @@ mod tests {
 
     #[test]
     fn unspecified_addresses_become_reachable_ones() {
-        let addresses = own_addresses("0.0.0.0:7420".parse().unwrap());
+        let addresses = own_addresses("0.0.0.0:7420".parse().unwrap(), None).unwrap();
         assert!(addresses.iter().all(|a| !a.ip().is_unspecified() && a.port() == 7420), "{addresses:?}");
         assert!(!addresses.is_empty());
         let fixed: SocketAddr = "192.168.7.1:99".parse().unwrap();
-        assert_eq!(own_addresses(fixed), [fixed]);
+        assert_eq!(own_addresses(fixed, None).unwrap(), [fixed]);
+        assert!(own_addresses("0.0.0.0:7420".parse().unwrap(), Some("no such interface")).is_err());
     }
 
     #[test]

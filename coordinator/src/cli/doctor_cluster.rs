@@ -72,7 +72,8 @@ fn links(state: &ClusterState, members: &[Member]) -> Vec<Check> {
 
 /// Where other machines reach the coordinator.
 fn own_address(state: &ClusterState) -> Option<String> {
-    own_addresses(state.running_at()).first().map(ToString::to_string)
+    let addresses = own_addresses(state.running_at(), None).ok()?;
+    addresses.first().map(ToString::to_string)
 }
 
 fn not_reachable(name: &str, addresses: &str) -> Check {

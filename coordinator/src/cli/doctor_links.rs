@@ -226,7 +226,7 @@ async fn disk(credentials: &Credentials, member: &Member, address: &str, name: &
 }
 
 fn certificate_and_clock(name: &str, facts: &v1::FactsReply) -> Vec<Check> {
-    let now_ms = shimmer_node::measure::unix_ms();
+    let now_ms = tls::unix_millis();
     let now_s = i64::try_from(now_ms / 1000).unwrap_or(i64::MAX);
     let again = "join it again under a new --data directory with a new token";
     let days = (facts.not_after_unix - now_s).div_euclid(DAY_S);

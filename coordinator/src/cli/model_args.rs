@@ -217,6 +217,13 @@ pub struct LimitArgs {
     /// Share of the experts this machine computes beside its nodes: auto (as planned) or 0 to 1
     #[arg(long, value_name = "SHARE", default_value = "auto", hide_short_help = true)]
     pub local_share: LocalShareArg,
+    /// Do not announce the cluster on the network by multicast DNS
+    #[arg(long, requires = "cluster", hide_short_help = true)]
+    pub no_discovery: bool,
+
+    /// Network interface to announce the cluster on, such as eth0
+    #[arg(long, value_name = "NAME", requires = "cluster", hide_short_help = true)]
+    pub interface: Option<String>,
 
     /// Where learned expert usage is kept: auto (beside the model, else in the cache directory), off, or a file
     #[arg(long, value_name = "WHERE", default_value = "auto", hide_short_help = true)]

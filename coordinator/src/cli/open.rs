@@ -309,6 +309,8 @@ pub fn load_parts<T>(
             let options = ClusterOptions {
                 nodes: limits.expert_nodes.clone(),
                 local_share: limits.local_share.0,
+                discovery: !limits.no_discovery,
+                interface: limits.interface.clone(),
                 ..ClusterOptions::default()
             };
             let experts = ClusterExperts::start(state, model, options)?;

@@ -88,7 +88,7 @@ impl AdminService {
             Change::Remove(which) => self.remove(&which),
             Change::Revoke(which) => {
                 let member = self.state.revoke(&which).map_err(refusal)?;
-                self.membership.remove(&member.id);
+                self.membership.revoke(&member.id);
                 self.planner.review().map_err(refusal)?;
                 Ok(say(format!("{} is not accepted any more", member.name)))
             }
@@ -123,7 +123,7 @@ impl AdminService {
         let Some(node) = nodes.iter().find(|n| n.id == id) else { return 0 };
         let elsewhere = |expert: ExpertId| {
             self.local.as_ref().is_some_and(|local| local.contains(expert))
-                || nodes.iter().any(|other| other.id != id && other.is_linked() && other.held(expert))
+                || nodes.iter().any(|other| other.id != id && other.is_connected() && other.held(expert))
         };
         self.membership.layout().ids().filter(|&expert| node.held(expert) && !elsewhere(expert)).count()
     }

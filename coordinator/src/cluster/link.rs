@@ -20,7 +20,9 @@ use super::membership::Membership;
 use super::node::Node;
 use super::state::ClusterState;
 
-/// Time for connecting and for each step of the handshake.
+/// Time for connecting: the next address may be the right one.
+const DIAL_TIMEOUT: Duration = Duration::from_secs(3);
+/// Time for each step of the handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What every link needs.
@@ -29,6 +31,25 @@ pub(super) struct LinkContext {
     pub(super) facts: Facts,
     pub(super) layout: ExpertLayout,
     pub(super) state: ClusterState,
+    /// Random id of this process.
+    pub(super) instance: [u8; 16],
+}
+
+/// Why there is no session.
+struct Failed {
+    /// Whether the machine there spoke to us.
+    reached: bool,
+    what: String,
+}
+
+impl Failed {
+    fn refused(what: impl Into<String>) -> Self {
+        Self { reached: true, what: what.into() }
+    }
+
+    fn unreached(what: impl Into<String>) -> Self {
+        Self { reached: false, what: what.into() }
+    }
 }
 
 /// Runs all links until `stop` is dropped.
@@ -56,17 +77,30 @@ pub(super) async fn run_links(
 /// Keeps one node connected.
 async fn keep_linked(context: Arc<LinkContext>, node: Arc<Node>) {
     let mut backoff = Backoff::new();
-    while !node.is_retired() {
+    while !node.is_revoked() {
         let mut why = "its address is not known yet".to_owned();
-        for address in node.addresses() {
-            match session(&context, &node, &address).await {
+        let mut unreached = Vec::new();
+        let addresses = node.addresses();
+        for address in &addresses {
+            match session(&context, &node, address).await {
                 Ok(ended) => {
                     backoff.reset();
                     why = ended;
                     break;
                 }
-                Err(failed) => why = format!("{address} {failed}"),
+                Err(failed) => {
+                    why = format!("{address} {}", failed.what);
+                    if !failed.reached {
+                        unreached.push(why.clone());
+                    }
+                }
             }
+        }
+        if !addresses.is_empty() && unreached.len() == addresses.len() {
+            node.dialled(Err(format!(
+                "tried {}; open the port in the firewall of that PC, or join it again with --advertise HOST:PORT",
+                unreached.join("; ")
+            )));
         }
         tracing::debug!(node = node.name(), why, "no link");
         node.lost(&why);
@@ -79,24 +113,33 @@ async fn keep_linked(context: Arc<LinkContext>, node: Arc<Node>) {
 }
 
 /// One connection: `Err` when it never came to be, `Ok` with why it ended otherwise.
-async fn session(context: &LinkContext, node: &Node, address: &str) -> Result<String, String> {
-    if context.state.members().map_err(|e| e.to_string())?.iter().any(|m| m.id == node.id && m.revoked) {
-        return Err("is revoked".to_owned());
+async fn session(context: &LinkContext, node: &Node, address: &str) -> Result<String, Failed> {
+    let mut cuts = node.cuts.subscribe();
+    if context
+        .state
+        .members()
+        .map_err(|e| Failed::refused(e.to_string()))?
+        .iter()
+        .any(|m| m.id == node.id && m.revoked)
+    {
+        return Err(Failed::refused("is revoked"));
     }
     let name = tls::node_name(&node.id);
     let mut link = Handshake::dial(context, address, &name).await?;
-    let hello = link.greet(context).await?;
+    node.dialled(Ok(address));
+    let hello = link.greet(context).await.map_err(Failed::refused)?;
     if hello.node_id != node.id {
-        return Err(format!("is node {}, not {}", hello.node_id, node.id));
+        return Err(Failed::refused(format!("is node {}, not {}", hello.node_id, node.id)));
     }
-    let (held, syncing) = holdings(&context.layout, hello.holdings.as_ref())?;
-    link.send(v1::to_node::Message::Verdict(v1::Verdict { accepted: true, reason: String::new() }))?;
+    let (held, syncing) = holdings(&context.layout, hello.holdings.as_ref()).map_err(Failed::refused)?;
+    let verdict = v1::Verdict { accepted: true, reason: String::new() };
+    link.send(v1::to_node::Message::Verdict(verdict)).map_err(Failed::refused)?;
     let Handshake { stream, mut incoming } = link;
     node.connected(stream, held, syncing);
     loop {
         let message = tokio::select! {
             message = incoming.message() => message,
-            () = node.cut.notified() => return Ok("it was revoked or removed".to_owned()),
+            _ = cuts.changed() => return Ok(node.cut_why()),
         };
         match message {
             Ok(Some(v1::FromNode { message: Some(message) })) => match message {
@@ -128,16 +171,21 @@ struct Handshake {
 }
 
 impl Handshake {
-    async fn dial(context: &LinkContext, address: &str, name: &str) -> Result<Self, String> {
-        let channel = tls::connect(&context.credentials, address, name, HANDSHAKE_TIMEOUT).await?;
+    async fn dial(context: &LinkContext, address: &str, name: &str) -> Result<Self, Failed> {
+        let channel = tls::connect(&context.credentials, address, name, DIAL_TIMEOUT)
+            .await
+            .map_err(Failed::unreached)?;
         let mut client = ExpertsClient::new(channel)
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
             .max_encoding_message_size(MAX_MESSAGE_BYTES);
         let (stream, outgoing) = mpsc::unbounded_channel();
         let call = client.serve(UnboundedReceiverStream::new(outgoing));
-        let response =
-            tokio::time::timeout(HANDSHAKE_TIMEOUT, call).await.map_err(|_| "did not answer in time")?;
-        let incoming = response.map_err(|status| format!("refused: {}", tls::cause(&status)))?.into_inner();
+        let response = tokio::time::timeout(HANDSHAKE_TIMEOUT, call)
+            .await
+            .map_err(|_| Failed::refused("did not answer in time"))?;
+        let incoming = response
+            .map_err(|status| Failed::refused(format!("refused: {}", tls::cause(&status))))?
+            .into_inner();
         Ok(Self { stream, incoming })
     }
 
@@ -145,7 +193,7 @@ impl Handshake {
     async fn greet(&mut self, context: &LinkContext) -> Result<v1::NodeHello, String> {
         self.send(v1::to_node::Message::Hello(v1::CoordinatorHello {
             peer: Some(peer_to_wire(&context.facts)),
-            ..v1::CoordinatorHello::default()
+            instance: context.instance.to_vec().into(),
         }))?;
         let answer = tokio::time::timeout(HANDSHAKE_TIMEOUT, self.incoming.message()).await;
         let answer = answer.map_err(|_| "did not greet in time")?.map_err(|status| tls::cause(&status))?;
@@ -191,7 +239,8 @@ async fn discover(context: Arc<LinkContext>, membership: std::sync::Weak<Members
 }
 
 async fn identify(context: &LinkContext, address: &str) -> Result<(String, String), String> {
-    let mut link = Handshake::dial(context, address, tls::ANY_NODE_NAME).await?;
+    let dialled = Handshake::dial(context, address, tls::ANY_NODE_NAME).await;
+    let mut link = dialled.map_err(|failed| failed.what)?;
     let hello = link.greet(context).await?;
     let members = context.state.members().map_err(|e| e.to_string())?;
     let member = members.into_iter().find(|m| m.id == hello.node_id && !m.revoked);

@@ -1,10 +1,11 @@
 //! The nodes this coordinator knows.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use shimmer_common::experts::{ExpertId, ExpertLayout};
+use shimmer_node::gate::Gate;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::node::Node;
@@ -28,13 +29,42 @@ pub(super) struct Membership {
     layout: ExpertLayout,
     nodes: Mutex<BTreeMap<String, Arc<Node>>>,
     changed: Arc<Changed>,
-    /// Where new nodes get their link.
-    joined: UnboundedSender<Arc<Node>>,
+    /// Where new nodes get their link and their pulse.
+    joined: Vec<UnboundedSender<Arc<Node>>>,
+    /// Ids that are not accepted any more.
+    revoked: Mutex<BTreeSet<String>>,
+    /// The connections to the control port.
+    pub(super) gate: Arc<Gate>,
 }
 
 impl Membership {
-    pub(super) fn new(layout: ExpertLayout, joined: UnboundedSender<Arc<Node>>) -> Self {
-        Self { layout, nodes: Mutex::default(), changed: Arc::default(), joined }
+    pub(super) fn new(layout: ExpertLayout, joined: Vec<UnboundedSender<Arc<Node>>>) -> Self {
+        Self {
+            layout,
+            nodes: Mutex::default(),
+            changed: Arc::default(),
+            joined,
+            revoked: Mutex::default(),
+            gate: Gate::new(),
+        }
+    }
+
+    /// Stops working with the node `id` now: its connections, made by us or by it, are cut, and every
+    /// other node hears of it with the next ping. `false` when that was done before.
+    pub(super) fn revoke(&self, id: &str) -> bool {
+        let new = self.revoked.lock().unwrap_or_else(PoisonError::into_inner).insert(id.to_owned());
+        if new {
+            if let Some(node) = self.get(id) {
+                node.revoke();
+            }
+            self.gate.close_node(id);
+        }
+        new
+    }
+
+    /// Ids that are not accepted any more.
+    pub(super) fn revoked(&self) -> Vec<String> {
+        self.revoked.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Node>>> {
@@ -49,16 +79,20 @@ impl Membership {
         }
         let node = Arc::new(Node::new(id, name, addresses, &self.layout, self.changed.clone()));
         nodes.insert(id.to_owned(), node.clone());
-        // Without a wire thread the cluster is shutting down.
-        let _ = self.joined.send(node.clone());
+        for thread in &self.joined {
+            // Without its threads the cluster is shutting down.
+            let _ = thread.send(node.clone());
+        }
         node
     }
 
     /// Ends the connection of a node that no longer belongs here, and forgets it.
     pub(super) fn remove(&self, id: &str) {
-        if let Some(node) = self.lock().remove(id) {
-            node.retire();
+        let node = self.lock().remove(id);
+        if let Some(node) = node {
+            node.revoke();
         }
+        self.gate.close_node(id);
         self.changed.ring();
     }
 

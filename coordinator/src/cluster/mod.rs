@@ -2,16 +2,18 @@
 //!
 //! Rooms: `state` (directory made by `cluster init`), `ca` (certificates), `token`, `service`
 //! (the gRPC server nodes join at), `shards` (records on the same server), `membership`, `node`,
-//! `placement`, `link` (one stream per node), `latency` (deadlines), `dispatch` (one layer over the cluster). [`ClusterExperts`] is the
+//! `placement`, `link` (one stream per node), `pulse` (liveness), `discovery` (mDNS), `latency` (deadlines), `dispatch` (one layer over the cluster). [`ClusterExperts`] is the
 //! seam's distributed implementation.
 //!
-//! Two threads with a single-threaded runtime each: `shimmer-wire` carries dispatches and nothing
-//! else, `shimmer-control` serves joins, registrations and records. The engine thread meets them in
+//! Three threads with a single-threaded runtime each: `shimmer-wire` carries dispatches and nothing
+//! else, `shimmer-pulse` asks nodes for signs of life, `shimmer-control` serves joins, registrations and
+//! records. The engine thread meets them in
 //! channels.
 
 mod admin;
 mod ca;
 mod client;
+mod discovery;
 mod dispatch;
 mod here;
 mod latency;
@@ -20,6 +22,7 @@ mod membership;
 mod node;
 mod placement;
 mod planner;
+mod pulse;
 mod routes;
 mod service;
 mod shards;
@@ -28,6 +31,7 @@ mod token;
 
 pub use admin::ClusterReport;
 pub use client::Coordinator;
+pub use node::StateChange;
 pub use placement::{Advice, LOCAL, PlanReport, Rates, Upgrade, Worker, WorkerReport};
 pub use planner::plan_offline;
 pub use state::{ClusterState, Measured, Member};
@@ -48,11 +52,13 @@ use shimmer_node::files::FileLock;
 use shimmer_node::wire::Facts;
 
 use admin::AdminService;
+use discovery::Announcement;
 use dispatch::Dispatcher;
 use here::Here;
 use link::{LinkContext, run_links};
 use membership::Membership;
 use planner::Planner;
+use pulse::run_pulses;
 use routes::RouteLog;
 use service::Control;
 
@@ -147,6 +153,10 @@ pub struct ClusterOptions {
     pub deadline: Option<Duration>,
     /// Which experts this machine computes itself while nodes work.
     pub local_share: LocalShare,
+    /// Whether to announce the control port by multicast DNS.
+    pub discovery: bool,
+    /// Network interface to announce; absent means those that lead to other machines.
+    pub interface: Option<String>,
 }
 
 /// Counters of one node.
@@ -168,6 +178,20 @@ pub struct NodeStatus {
     pub failures: u64,
     /// Median round trip of recent dispatches in ms.
     pub latency_ms: f64,
+    /// Why it is suspect or lost, or was not reached; may be empty.
+    pub why: String,
+    /// Why no address of it answers, with the remedy; empty when one does.
+    pub unreachable: String,
+    /// Round trip of pings in microseconds, median and 95th percentile.
+    pub ping_p50_us: u32,
+    /// See `ping_p50_us`.
+    pub ping_p95_us: u32,
+    /// What it last said it is doing.
+    pub load: Option<shimmer_proto::v1::Load>,
+    /// Milliseconds since its latest sign of life; `None` before the first.
+    pub pulse_age_ms: Option<u64>,
+    /// Its latest changes of state, oldest first.
+    pub changes: Vec<StateChange>,
 }
 
 /// The cluster implementation of the expert seam, with fall-back to replicas and the local store.
@@ -177,6 +201,7 @@ pub struct ClusterExperts {
     reporter: AdminService,
     control_addr: SocketAddr,
     threads: Vec<ServiceThread>,
+    _announcement: Option<Announcement>,
     _lock: FileLock,
 }
 
@@ -205,8 +230,12 @@ impl ClusterExperts {
             fingerprint: Some(model.fingerprint),
             profile: Some(model.profile),
         };
+        let mut instance = [0; 16];
+        getrandom::fill(&mut instance)
+            .map_err(|e| state.error("", format!("the system gives no random numbers: {e}")))?;
         let (joined, new_nodes) = tokio::sync::mpsc::unbounded_channel();
-        let membership = Arc::new(Membership::new(layout.clone(), joined));
+        let (seen, to_watch) = tokio::sync::mpsc::unbounded_channel();
+        let membership = Arc::new(Membership::new(layout.clone(), vec![joined, seen]));
         for member in state.members()?.iter().filter(|m| !m.revoked) {
             membership.get_or_add(&member.id, &member.name, &member.addresses);
         }
@@ -215,9 +244,14 @@ impl ClusterExperts {
             facts: facts.clone(),
             layout: layout.clone(),
             state: state.clone(),
+            instance,
         };
         let (context, weak) = (Arc::new(context), Arc::downgrade(&membership));
         let fixed = options.nodes.clone();
+        let (watcher, watched) = (context.clone(), weak.clone());
+        let pulse = ServiceThread::start(&state, "shimmer-pulse", move |stop| {
+            run_pulses(watcher, watched, to_watch, stop)
+        })?;
         let wire = ServiceThread::start(&state, "shimmer-wire", move |stop| {
             run_links(context, weak, new_nodes, fixed, stop)
         })?;
@@ -251,6 +285,13 @@ impl ClusterExperts {
                 tracing::error!(why, "the control server stopped; nodes cannot join or fetch");
             }
         })?;
+        let announcement = match options.discovery {
+            true => {
+                let ca = state.ca_fingerprint()?;
+                Announcement::start(&ca, control_addr, options.interface.as_deref())
+            }
+            false => None,
+        };
         Ok(Arc::new(Self {
             dispatcher: Dispatcher {
                 membership,
@@ -267,7 +308,8 @@ impl ClusterExperts {
             },
             reporter,
             control_addr,
-            threads: vec![wire, control],
+            threads: vec![wire, pulse, control],
+            _announcement: announcement,
             _lock: lock,
         }))
     }

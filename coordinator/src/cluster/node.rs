@@ -1,8 +1,8 @@
 //! One node: its state and the dispatches it owes.
 //!
 //! A node is `Joining` (never reached), `Syncing` (serves while still fetching), `Ready`, `Suspect`
-//! (missed a deadline; gets no work until everything it owes has been answered) or `Lost` (no
-//! connection). Links write here, dispatch reads and writes; every lock is held for microseconds.
+//! (missed a deadline; gets no work until everything it owes has been answered; or its pulses are
+//! overdue) or `Lost` (no connection). Links write here, dispatch reads and writes; every lock is held for microseconds.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,13 +12,19 @@ use std::time::{Duration, Instant};
 use shimmer_common::experts::{ExpertId, ExpertLayout};
 use shimmer_node::wire::Held;
 use shimmer_proto::v1;
-use tokio::sync::Notify;
 use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::{Notify, watch};
 
 use super::NodeStatus;
 use super::latency::{Cost, Latency};
 use super::membership::Changed;
 use super::placement::Seed;
+
+mod vitals;
+
+pub use vitals::StateChange;
+use vitals::Vitals;
+pub(super) use vitals::{LOST_AFTER, PING_EVERY};
 
 /// A node that registered within this time is alive: it registers every few seconds.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(8);
@@ -69,8 +75,19 @@ struct Inner {
     addresses: Vec<String>,
     /// When it last did.
     registered: Option<Instant>,
-    /// What it told us before that.
-    replaced: Vec<String>,
+    /// The process that told us.
+    instance: Vec<u8>,
+    /// Process and addresses before that.
+    replaced: (Vec<u8>, Vec<String>),
+    /// The address that answered last, tried first.
+    reached: Option<String>,
+    /// Why no address answers; empty when one does, or nobody tried.
+    unreachable: String,
+    /// Why the connection was cut.
+    cut_why: String,
+    /// Whether its clock is known to be wrong.
+    skewed: bool,
+    vitals: Vitals,
     status: Status,
     since: Instant,
     /// Why the node is suspect or lost.
@@ -89,9 +106,9 @@ pub(super) struct Node {
     inner: Mutex<Inner>,
     /// Rung when there is a reason to dial at once.
     pub(super) wake: Notify,
-    /// Rung when the connection must end (revoked).
-    pub(super) cut: Notify,
-    retired: AtomicBool,
+    /// Changes when the connection must end.
+    pub(super) cuts: watch::Sender<u64>,
+    revoked: AtomicBool,
     served: AtomicU64,
     failures: AtomicU64,
     changed: Arc<Changed>,
@@ -114,7 +131,13 @@ impl Node {
                 fixed: None,
                 addresses: addresses.to_vec(),
                 registered: None,
-                replaced: Vec::new(),
+                instance: Vec::new(),
+                replaced: (Vec::new(), Vec::new()),
+                reached: None,
+                unreachable: String::new(),
+                cut_why: String::new(),
+                skewed: false,
+                vitals: Vitals::default(),
                 status: Status::Joining,
                 since: Instant::now(),
                 why: String::new(),
@@ -125,8 +148,8 @@ impl Node {
                 latency: Latency::default(),
             }),
             wake: Notify::new(),
-            cut: Notify::new(),
-            retired: AtomicBool::new(false),
+            cuts: watch::Sender::new(0),
+            revoked: AtomicBool::new(false),
             served: AtomicU64::new(0),
             failures: AtomicU64::new(0),
             changed,
@@ -144,7 +167,10 @@ impl Node {
     /// Where to dial, in order.
     pub(super) fn addresses(&self) -> Vec<String> {
         let inner = self.lock();
-        inner.fixed.iter().chain(&inner.addresses).cloned().collect()
+        let known = || inner.fixed.iter().chain(&inner.addresses);
+        let reached = inner.reached.as_ref().filter(|&reached| known().any(|a| a == reached));
+        let others = known().filter(|&a| Some(a) != reached);
+        reached.into_iter().chain(others).cloned().collect()
     }
 
     /// Notes an address the user gave.
@@ -153,21 +179,28 @@ impl Node {
         self.wake.notify_one();
     }
 
-    /// Takes over where a node says it is. `Err` with a sentence when it goes back to an address while
-    /// the one that replaced it is alive: then two processes have this identity, and would take the
-    /// connection from each other for ever.
-    pub(super) fn introduce(&self, name: &str, addresses: &[String]) -> Result<(), String> {
+    /// Takes over where a node's process says it is. `Err` with a sentence when another process with
+    /// this identity is alive: it pulses, or this one goes back to an address while the one that
+    /// replaced it registers. They would take the connection from each other for ever.
+    pub(super) fn introduce(&self, name: &str, addresses: &[String], instance: &[u8]) -> Result<(), String> {
         let mut inner = self.lock();
-        if inner.addresses != addresses {
+        let same = !instance.is_empty() && inner.instance == instance;
+        if !same && (inner.instance != instance || inner.addresses != addresses) {
             let alive = inner.registered.is_some_and(|at| at.elapsed() < SIGN_OF_LIFE);
-            if alive && inner.replaced == addresses {
+            let (process, place) = &inner.replaced;
+            let returns = alive && process == instance && place == addresses;
+            if returns || inner.vitals.is_twin(instance) {
                 return Err(format!(
                     "another process serves as node {name} at {}; a copied --data directory is the same node, so stop one of them and join it again under a new directory",
                     inner.addresses.join(", ")
                 ));
             }
-            inner.replaced = std::mem::replace(&mut inner.addresses, addresses.to_vec());
+            inner.replaced = (
+                std::mem::replace(&mut inner.instance, instance.to_vec()),
+                std::mem::replace(&mut inner.addresses, addresses.to_vec()),
+            );
         }
+        inner.addresses = addresses.to_vec();
         inner.registered = Some(Instant::now());
         inner.name = name.to_owned();
         drop(inner);
@@ -179,6 +212,7 @@ impl Node {
     pub(super) fn connected(&self, stream: UnboundedSender<v1::ToNode>, held: Held, syncing: bool) {
         let mut inner = self.lock();
         inner.stream = Some(stream);
+        inner.vitals.forgive();
         inner.held = held;
         inner.syncing = syncing;
         self.settle(&mut inner, "");
@@ -236,7 +270,7 @@ impl Node {
     fn settle(&self, inner: &mut Inner, why: &str) {
         let status = if inner.stream.is_none() {
             Status::Lost
-        } else if inner.pending.values().any(|p| p.missed) {
+        } else if inner.vitals.is_overdue() || inner.pending.values().any(|p| p.missed) {
             Status::Suspect
         } else if inner.syncing {
             Status::Syncing
@@ -252,6 +286,7 @@ impl Node {
                 why,
                 "node"
             );
+            inner.vitals.note_change(inner.status, status, why);
             inner.status = status;
             inner.since = Instant::now();
             inner.why = why.to_owned();
@@ -313,23 +348,6 @@ impl Node {
         self.settle(&mut inner, &format!("no answer within {} ms", waited.as_millis()));
     }
 
-    /// Whether there is a connection for dispatches.
-    pub(super) fn is_linked(&self) -> bool {
-        self.lock().stream.is_some()
-    }
-
-    /// Ends its connection for good.
-    pub(super) fn retire(&self) {
-        self.retired.store(true, Ordering::Relaxed);
-        self.cut.notify_one();
-        self.wake.notify_one();
-    }
-
-    /// Whether it no longer belongs to the cluster.
-    pub(super) fn is_retired(&self) -> bool {
-        self.retired.load(Ordering::Relaxed)
-    }
-
     /// Whether the node said, at its last connection, that it holds `id`.
     pub(super) fn held(&self, id: ExpertId) -> bool {
         self.lock().held.contains(id)
@@ -362,6 +380,13 @@ impl Node {
             experts_served: self.served.load(Ordering::Relaxed),
             failures: self.failures.load(Ordering::Relaxed),
             latency_ms: inner.latency.median().map_or(0.0, |m| m.as_secs_f64() * 1e3),
+            why: inner.why.clone(),
+            unreachable: inner.unreachable.clone(),
+            ping_p50_us: inner.vitals.rtt_us(0.5),
+            ping_p95_us: inner.vitals.rtt_us(0.95),
+            load: inner.vitals.load(),
+            pulse_age_ms: inner.vitals.pulse_age_ms(),
+            changes: inner.vitals.changes(),
         }
     }
 }

@@ -8,13 +8,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shimmer_common::experts::ExpertSource;
+use shimmer_node::gate;
 use shimmer_node::tls::{self, Credentials};
 use shimmer_node::wire::{Facts, check_peer, layout_to_wire, peer_to_wire};
 use shimmer_proto::v1::admin_server::AdminServer;
 use shimmer_proto::v1::cluster_server::{Cluster, ClusterServer};
 use shimmer_proto::v1::shards_server::ShardsServer;
 use shimmer_proto::{PROTOCOL_VERSION, v1};
-use tonic::transport::server::{TcpConnectInfo, TcpIncoming, TlsConnectInfo};
+use tonic::service::InterceptorLayer;
 use tonic::transport::{Server, ServerTlsConfig};
 use tonic::{Request, Response, Status};
 
@@ -24,10 +25,9 @@ use super::planner::Planner;
 use super::state::{ClusterState, Measured, Member};
 use super::{ca, token};
 
-/// How often nodes register again.
+/// How often nodes register again: more often until they are reached, to hear why they are not.
 const HEARTBEAT: Duration = Duration::from_secs(3);
-/// How often a silent connection is asked for a sign of life, and how long one may take.
-const KEEP_ALIVE: Duration = Duration::from_secs(20);
+const UNREACHED_HEARTBEAT: Duration = Duration::from_secs(1);
 
 /// What the control port serves.
 #[derive(Clone)]
@@ -54,16 +54,14 @@ pub(super) async fn serve(
         .client_ca_root(credentials.tonic_ca())
         .client_auth_optional(true)
         .timeout(Duration::from_secs(10));
-    let server = Server::builder()
-        .tls_config(tls)
-        .map_err(|e| tls::cause(&e))?
-        // A node whose machine lost power closes nothing.
-        .http2_keepalive_interval(Some(KEEP_ALIVE))
-        .http2_keepalive_timeout(Some(KEEP_ALIVE))
+    let gate = control.membership.gate.clone();
+    let incoming = gate.incoming(listener);
+    let server = gate::limited(Server::builder().tls_config(tls).map_err(|e| tls::cause(&e))?)
+        .layer(InterceptorLayer::new(move |request| gate.recognise(request)))
         .add_service(ClusterServer::new(control.clone()))
         .add_service(AdminServer::new(admin))
         .add_service(ShardsServer::new(control))
-        .serve_with_incoming(TcpIncoming::from(listener).with_nodelay(Some(true)));
+        .serve_with_incoming(incoming);
     tokio::select! {
         served = server => served.map_err(|e| tls::cause(&e)),
         _ = stop => Ok(()),
@@ -80,15 +78,10 @@ impl Control {
         })?;
         let members = self.state.members().map_err(|e| internal(&e))?;
         match members.into_iter().find(|m| m.id == id) {
-            Some(member) if member.revoked => {
-                if let Some(node) = self.membership.get(&id) {
-                    node.cut.notify_one();
-                }
-                Err(Status::permission_denied(format!(
-                    "node {} was revoked; join again under a new --data directory with a new token",
-                    member.name
-                )))
-            }
+            Some(member) if member.revoked => Err(Status::permission_denied(format!(
+                "node {} was revoked; join again under a new --data directory with a new token",
+                member.name
+            ))),
             Some(member) => Ok(member),
             None => Err(Status::unauthenticated(format!(
                 "this cluster has no node {id}; join again with a new token"
@@ -167,12 +160,12 @@ impl Cluster for Control {
         request: Request<v1::RegisterRequest>,
     ) -> Result<Response<v1::RegisterReply>, Status> {
         let member = self.caller(&request)?;
-        let remote = remote_addr(&request);
+        let remote = request.remote_addr();
         let request = request.into_inner();
         check_peer(&self.facts, request.peer.as_ref()).map_err(Status::failed_precondition)?;
         let measured = request.measurement;
         let mut addresses: Vec<String> =
-            request.advertise.into_iter().filter(|a| !a.is_empty()).take(8).collect();
+            request.advertise.iter().filter(|a| !a.is_empty()).take(8).cloned().collect();
         if addresses.is_empty() {
             let port =
                 u16::try_from(request.port).map_err(|_| Status::invalid_argument("the port is malformed"))?;
@@ -181,8 +174,9 @@ impl Cluster for Control {
         }
         let control = self.clone();
         blocking(move || {
-            if let Some(node) = control.membership.get(&member.id) {
-                node.introduce(&member.name, &addresses).map_err(Status::aborted)?;
+            let known = control.membership.get(&member.id);
+            if let Some(node) = &known {
+                node.introduce(&member.name, &addresses, &request.instance).map_err(Status::aborted)?;
             }
             // A heartbeat with the known addresses writes nothing.
             control
@@ -195,14 +189,25 @@ impl Cluster for Control {
                 })
                 .map_err(|e| internal(&e))?;
             // Dialled only when the address is stored: a coordinator that restarts finds it there.
-            control.membership.get_or_add(&member.id, &member.name, &addresses).wake.notify_one();
+            let node = control.membership.get_or_add(&member.id, &member.name, &addresses);
+            if known.is_none() {
+                node.introduce(&member.name, &addresses, &request.instance).map_err(Status::aborted)?;
+            }
+            let now = tls::unix_millis();
+            node.note_skew(tls::clock_skew(now, request.unix_ms, &format!("node {}", member.name)));
             control.planner.review().map_err(|e| internal(&e))?;
+            let members = control.state.members().map_err(|e| internal(&e))?;
+            let roster = members.into_iter().filter(|m| !m.revoked).map(|m| m.id).collect();
+            let heartbeat = if node.is_connected() { HEARTBEAT } else { UNREACHED_HEARTBEAT };
             let layout = control.source.layout();
             Ok(Response::new(v1::RegisterReply {
                 peer: Some(peer_to_wire(&control.facts)),
                 layout: Some(layout_to_wire(layout)),
                 assigned: control.planner.assigned(&member.id).to_wire(),
-                heartbeat_ms: HEARTBEAT.as_millis() as u32,
+                heartbeat_ms: heartbeat.as_millis() as u32,
+                roster,
+                unreachable: node.unreachable(),
+                unix_ms: now,
                 ..v1::RegisterReply::default()
             }))
         })
@@ -239,8 +244,4 @@ pub(super) async fn blocking<T: Send + 'static>(
 
 pub(super) fn internal(error: &dyn std::error::Error) -> Status {
     Status::internal(error.to_string())
-}
-
-fn remote_addr<T>(request: &Request<T>) -> Option<SocketAddr> {
-    request.extensions().get::<TlsConnectInfo<TcpConnectInfo>>()?.get_ref().remote_addr()
 }

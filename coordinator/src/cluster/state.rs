@@ -7,11 +7,11 @@
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use shimmer_node::files::{FileLock, create_private_dir, write_private};
+use shimmer_node::files::{FileLock, create_private_dir, read_private, write_private};
 use shimmer_node::tls::Credentials;
 
 use super::ca::{self, KeyedCertificate};
@@ -187,6 +187,21 @@ impl ClusterState {
         Ok(self.read_json("nodes.json")?.unwrap_or_default())
     }
 
+    /// The members, when their file is not the one `seen` before.
+    pub(super) fn members_if_changed(
+        &self,
+        seen: &mut Option<(SystemTime, u64)>,
+    ) -> Result<Option<Vec<Member>>, ClusterError> {
+        let Ok(file) = std::fs::metadata(self.path("nodes.json")) else { return Ok(None) };
+        let now = (file.modified().unwrap_or(SystemTime::UNIX_EPOCH), file.len());
+        if *seen == Some(now) {
+            return Ok(None);
+        }
+        let members = self.members()?;
+        *seen = Some(now);
+        Ok(Some(members))
+    }
+
     /// Stops accepting the node `which` (id or name).
     ///
     /// # Errors
@@ -254,12 +269,12 @@ impl ClusterState {
     pub fn credentials(&self) -> Result<Credentials, ClusterError> {
         Ok(Credentials {
             ca_pem: self.read_text("ca.crt")?,
-            identity: Some((self.read_text("coordinator.crt")?, self.read_text("coordinator.key")?)),
+            identity: Some((self.read_text("coordinator.crt")?, self.read_key("coordinator.key")?)),
         })
     }
 
     pub(super) fn ca(&self) -> Result<KeyedCertificate, ClusterError> {
-        Ok(KeyedCertificate { certificate: self.read_text("ca.crt")?, key: self.read_text("ca.key")? })
+        Ok(KeyedCertificate { certificate: self.read_text("ca.crt")?, key: self.read_key("ca.key")? })
     }
 
     fn ca_der(&self) -> Result<Vec<u8>, ClusterError> {
@@ -311,6 +326,10 @@ impl ClusterState {
 
     fn read_text(&self, name: &str) -> Result<String, ClusterError> {
         std::fs::read_to_string(self.path(name)).map_err(|e| self.error(name, format!("cannot be read: {e}")))
+    }
+
+    fn read_key(&self, name: &str) -> Result<String, ClusterError> {
+        read_private(&self.path(name)).map_err(|e| self.error(name, format!("cannot be read: {e}")))
     }
 
     fn read_json<V: DeserializeOwned>(&self, name: &str) -> Result<Option<V>, ClusterError> {
@@ -367,6 +386,17 @@ mod tests {
         }
     }
 
+    #[cfg(unix)]
+    #[test]
+    fn a_key_others_can_read_is_refused_with_the_remedy() {
+        use std::os::unix::fs::PermissionsExt as _;
+        let (_root, state) = fresh();
+        let key = state.dir().join("coordinator.key");
+        std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o644)).unwrap();
+        let refused = state.credentials().unwrap_err().to_string();
+        assert!(refused.contains("chmod 600") && refused.contains("coordinator.key"), "{refused}");
+    }
+
     #[test]
     fn a_cluster_is_made_once_and_found_again() {
         let (_root, state) = fresh();
@@ -405,6 +435,9 @@ mod tests {
         state.change_members(|m| m.push(member.clone())).unwrap();
         assert!(state.revoke("kitchen").unwrap().revoked);
         assert!(state.members().unwrap()[0].revoked);
+        let mut seen = None;
+        assert_eq!(state.members_if_changed(&mut seen).unwrap().map(|m| m.len()), Some(1));
+        assert_eq!(state.members_if_changed(&mut seen).unwrap(), None);
         assert!(state.revoke("cellar").unwrap_err().to_string().contains("no node cellar"));
     }
 }

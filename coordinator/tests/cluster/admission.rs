@@ -195,7 +195,7 @@ fn another_protocol_version_is_refused_naming_both_sides() {
     let status = runtime.block_on(ClusterClient::new(control.clone()).register(request)).unwrap_err();
     assert_eq!(status.code(), tonic::Code::FailedPrecondition);
     assert!(
-        status.message().contains("node future speaks protocol 99, the coordinator speaks protocol 1"),
+        status.message().contains("node future speaks protocol 99, the coordinator speaks protocol 2"),
         "{}",
         status.message()
     );
@@ -217,7 +217,7 @@ fn another_protocol_version_is_refused_naming_both_sides() {
         answers.message().await.unwrap().unwrap().message.unwrap()
     });
     let v1::from_node::Message::Refused(why) = answer else { panic!("{answer:?}") };
-    assert!(why.contains("the coordinator speaks protocol 99, node kitchen speaks protocol 1"), "{why}");
+    assert!(why.contains("the coordinator speaks protocol 99, node kitchen speaks protocol 2"), "{why}");
 }
 
 #[test]
@@ -225,11 +225,160 @@ fn a_revoked_node_is_cut_off() {
     let cluster = Cluster::start(Setup::default());
     let node = cluster.node("kitchen", Synthetic::new(|_| true));
     cluster.experts.wait_ready(1, PATIENCE).unwrap();
+    // By another process, as `shimmer cluster revoke` does it.
     ClusterState::open(cluster.state.dir()).unwrap().revoke("kitchen").unwrap();
+    wait_until("the link is cut", || cluster.status("kitchen").why.contains("revoked"));
+    assert_eq!(cluster.status("kitchen").state, "lost");
     let (runtime, control) = control_channel(&cluster, Some(&node.config));
-    let status =
-        runtime.block_on(ClusterClient::new(control).register(v1::RegisterRequest::default())).unwrap_err();
+    let status = runtime
+        .block_on(ClusterClient::new(control.clone()).register(v1::RegisterRequest::default()))
+        .unwrap_err();
     assert_eq!(status.code(), tonic::Code::PermissionDenied);
-    wait_until("the link is cut", || cluster.status("kitchen").state == "lost");
+    let fetched = runtime.block_on(ShardsClient::new(control).fetch(v1::FetchRequest::default()));
+    assert_eq!(fetched.unwrap_err().code(), tonic::Code::PermissionDenied);
     cluster.check(&batch(LAYERS[0], 1, 1));
+}
+
+#[test]
+fn a_token_is_bound_to_its_ca() {
+    let ours = Cluster::start(Setup::default());
+    let other = Cluster::start(Setup::default());
+    let mut token = Token::decode(&ours.invite()).unwrap();
+    token.ca_der = Token::decode(&other.invite()).unwrap().ca_der;
+    let error = join_error(&ours, &token.encode());
+    assert!(error.to_string().contains("certificate of another cluster"), "{error}");
+
+    // A token of one cluster is worth nothing in another, even for somebody who has the CA.
+    let mut token = Token::decode(&ours.invite()).unwrap();
+    token.ca_der = Token::decode(&other.invite()).unwrap().ca_der;
+    token.addresses = vec![other.experts.control_addr().to_string()];
+    let error = join_error(&other, &token.encode());
+    assert!(error.to_string().contains("did not make that join token"), "{error}");
+}
+
+/// A certificate of the cluster's CA, for the key in `key_file`, valid in other times.
+fn shifted_certificate(
+    cluster: &std::path::Path,
+    key_file: &std::path::Path,
+    name: &str,
+    days: i64,
+) -> String {
+    let read = |path: std::path::PathBuf| std::fs::read_to_string(path).unwrap();
+    let ca_key = rcgen::KeyPair::from_pem(&read(cluster.join("ca.key"))).unwrap();
+    let issuer = rcgen::Issuer::from_ca_cert_pem(&read(cluster.join("ca.crt")), ca_key).unwrap();
+    let key = rcgen::KeyPair::from_pem(&read(key_file.to_owned())).unwrap();
+    let names = vec![name.to_owned(), tls::ANY_NODE_NAME.to_owned()];
+    let mut params = rcgen::CertificateParams::new(names).unwrap();
+    params.not_before = time::OffsetDateTime::now_utc() + time::Duration::days(days);
+    params.not_after = params.not_before + time::Duration::days(2);
+    params.signed_by(&key, &issuer).unwrap().pem()
+}
+
+#[test]
+fn clocks_out_of_joint_are_named() {
+    let cluster = Cluster::start(Setup::default());
+    // The node's certificate is of another time by the coordinator's clock.
+    for days in [-100, 100] {
+        let config = cluster.join("timeless");
+        let id = tls::node_name(&config.settings.id);
+        let certificate =
+            shifted_certificate(cluster.state.dir(), &config.data_dir.join("node.key"), &id, days);
+        std::fs::write(config.data_dir.join("node.crt"), certificate).unwrap();
+        let address = cluster.experts.control_addr().to_string();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let why = runtime.block_on(async {
+            let credentials = config.credentials().unwrap();
+            let channel = tls::connect(&credentials, &address, tls::COORDINATOR_NAME, PATIENCE).await?;
+            let called = ClusterClient::new(channel).register(v1::RegisterRequest::default()).await;
+            called.map(drop).map_err(|status| tls::status_cause(&status))
+        });
+        let why = why.unwrap_err();
+        assert!(why.contains("clock of this machine says") && why.contains("set the clocks"), "{why}");
+    }
+
+    // The coordinator's certificate is of another time by the node's clock.
+    let token = cluster.invite();
+    let (root, state) = cluster.stop();
+    let key = state.dir().join("coordinator.key");
+    for (days, sentence) in [(-100, "whose time ended at"), (100, "whose time begins at")] {
+        let certificate = shifted_certificate(state.dir(), &key, tls::COORDINATOR_NAME, days);
+        std::fs::write(state.dir().join("coordinator.crt"), certificate).unwrap();
+        let experts = start_coordinator(&state, Setup::default());
+        let mut token = Token::decode(&token).unwrap();
+        token.addresses = vec![experts.control_addr().to_string()];
+        let error = shimmer_node::join(&token.encode(), &root.path().join("late"), options("late"));
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains(sentence) && error.contains("clock of this machine says"), "{error}");
+    }
+}
+
+#[test]
+fn a_node_whose_clock_is_wrong_works_all_the_same() {
+    let cluster = Cluster::start(Setup::default());
+    let config = cluster.join("yesterday");
+    let (runtime, control) = control_channel(&cluster, Some(&config));
+    let facts = shimmer_node::wire::Facts { name: "node".into(), fingerprint: None, profile: None };
+    let mut client = ClusterClient::new(control);
+    for hours in [0, 1_000_000_000] {
+        let request = v1::RegisterRequest {
+            peer: Some(shimmer_node::wire::peer_to_wire(&facts)),
+            port: 1,
+            unix_ms: 1 + hours * 3_600_000,
+            ..v1::RegisterRequest::default()
+        };
+        let reply = runtime.block_on(client.register(request)).unwrap().into_inner();
+        assert!(reply.unix_ms.abs_diff(tls::unix_millis()) < 600_000, "the coordinator says its time");
+    }
+}
+
+#[test]
+fn a_node_that_cannot_be_dialled_is_told_so() {
+    let cluster = Cluster::start(Setup::default());
+    let config = cluster.join("walled");
+    let (runtime, control) = control_channel(&cluster, Some(&config));
+    let facts = shimmer_node::wire::Facts { name: "node".into(), fingerprint: None, profile: None };
+    let mut client = ClusterClient::new(control);
+    let mut unreachable = String::new();
+    wait_until("the coordinator says so", || {
+        let request = v1::RegisterRequest {
+            peer: Some(shimmer_node::wire::peer_to_wire(&facts)),
+            advertise: vec!["127.0.0.1:1".to_owned()],
+            ..v1::RegisterRequest::default()
+        };
+        unreachable = runtime.block_on(client.register(request)).unwrap().into_inner().unreachable;
+        !unreachable.is_empty()
+    });
+    for part in ["tried 127.0.0.1:1", "refused", "firewall", "--advertise"] {
+        assert!(unreachable.contains(part), "{part:?} is not in: {unreachable}");
+    }
+    assert_eq!(cluster.status("walled").unreachable, unreachable);
+}
+
+#[cfg(unix)]
+#[test]
+fn thousands_of_idle_connections_keep_nobody_out() {
+    use rustix::process::{Resource, getrlimit, setrlimit};
+    const IDLE: usize = 2_000;
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    setrlimit(Resource::Nofile, limit).unwrap();
+    let cluster = Cluster::start(Setup { local: false, ..Setup::default() });
+    let node = cluster.node("kitchen", Synthetic::new(|_| true));
+    cluster.experts.wait_ready(1, PATIENCE).unwrap();
+    let mut idle = Vec::new();
+    for target in [cluster.experts.control_addr(), node.addr] {
+        idle.extend((0..IDLE).map(|_| std::net::TcpStream::connect(target).unwrap()));
+    }
+    cluster.check(&batch(LAYERS[0], 2, 1));
+    let _late = cluster.node("late", Synthetic::new(|_| true));
+    cluster.experts.wait_ready(2, PATIENCE).unwrap();
+    cluster.check(&batch(LAYERS[0], 2, 2));
+    // Most of them were sent away.
+    let open = |mut stream: &std::net::TcpStream| {
+        stream.set_nonblocking(true).unwrap();
+        let read = std::io::Read::read(&mut stream, &mut [0]);
+        read.is_err_and(|e| e.kind() == std::io::ErrorKind::WouldBlock)
+    };
+    let open = idle.iter().filter(|stream| open(stream)).count();
+    assert!(open < IDLE, "{open} of {} idle connections are kept", idle.len());
 }

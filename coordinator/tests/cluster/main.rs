@@ -2,7 +2,10 @@
 #![allow(clippy::unwrap_used, reason = "helpers of a test fail the test")]
 
 mod admission;
+mod discovery;
 mod faults;
+mod leases;
+mod liveness;
 mod peers;
 mod shards;
 mod support;

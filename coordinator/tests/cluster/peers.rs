@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use shimmer::cluster::ClusterOptions;
+use shimmer::cluster::{ClusterOptions, ClusterState};
 use shimmer_common::kernels::GROUP;
 use shimmer_common::profile::NumericProfile;
 use shimmer_node::tls;
@@ -218,9 +218,9 @@ fn a_member_that_never_served_owns_nothing() {
     assert_eq!(assigned.len(), layout().ids().count());
 }
 
-/// The stream of a coordinator that has been let in.
+/// The stream of a coordinator that has been let in; the cluster's own has been stopped.
 fn open_stream(
-    cluster: &Cluster,
+    state: &ClusterState,
     node: &Node,
     work: impl tokio_stream::Stream<Item = v1::Dispatch> + Send + 'static,
 ) -> (tokio::runtime::Runtime, Streaming<v1::FromNode>) {
@@ -230,12 +230,21 @@ fn open_stream(
         profile: Some(NumericProfile::default()),
     };
     let name = tls::node_name(&node.config.settings.id);
-    let (runtime, to_node) = channel(&coordinator_credentials(&cluster.state), node.addr, &name);
+    let (runtime, to_node) = channel(&coordinator_credentials(state), node.addr, &name);
     let hello = v1::to_node::Message::Hello(v1::CoordinatorHello {
         peer: Some(peer_to_wire(&facts)),
         ..v1::CoordinatorHello::default()
     });
     let verdict = v1::to_node::Message::Verdict(v1::Verdict { accepted: true, reason: String::new() });
+    wait_until("the node is free", || {
+        let hello = v1::ToNode { message: Some(hello.clone()) };
+        let call = ExpertsClient::new(to_node.clone());
+        runtime.block_on(async move {
+            let mut answers = { call }.serve(tokio_stream::iter([hello])).await.unwrap().into_inner();
+            let answer = answers.message().await.unwrap().unwrap().message;
+            matches!(answer, Some(v1::from_node::Message::Hello(_)))
+        })
+    });
     let messages = tokio_stream::iter([hello, verdict]).chain(work.map(v1::to_node::Message::Dispatch));
     let messages = messages.map(|message| v1::ToNode { message: Some(message) });
     let answers = runtime.block_on(async {
@@ -297,7 +306,8 @@ fn absurd_dispatches_are_answered_and_the_node_goes_on() {
     });
     let work: Vec<_> = bad.chain([dispatch(1000, 2)]).collect();
     let stream = tokio_stream::iter(work).chain(tokio_stream::pending());
-    let (runtime, mut answers) = open_stream(&cluster, &node, stream);
+    let (_root, state) = cluster.stop();
+    let (runtime, mut answers) = open_stream(&state, &node, stream);
     let mut refused = 0;
     loop {
         let message = runtime.block_on(answers.message()).unwrap().unwrap().message.unwrap();
@@ -331,7 +341,8 @@ fn a_flood_of_dispatches_is_held_back_at_the_sender() {
         counter.fetch_add(1, Ordering::Relaxed);
         dispatch(id, ROWS)
     });
-    let (runtime, mut answers) = open_stream(&cluster, &node, flood.chain(tokio_stream::pending()));
+    let (_root, state) = cluster.stop();
+    let (runtime, mut answers) = open_stream(&state, &node, flood.chain(tokio_stream::pending()));
     // Let the sender go on until it has been stopped for a while.
     let (mut seen, mut since) = (0, Instant::now());
     while since.elapsed() < Duration::from_secs(1) {

@@ -199,6 +199,12 @@ impl Cluster {
         Node::start(config, "127.0.0.1:0".parse().unwrap())
     }
 
+    /// Stops the coordinator; directory and nodes remain.
+    pub fn stop(self) -> (tempfile::TempDir, ClusterState) {
+        drop(self.experts);
+        (self.root, self.state)
+    }
+
     pub fn status(&self, name: &str) -> shimmer::cluster::NodeStatus {
         self.experts.nodes().into_iter().find(|n| n.name == name).unwrap()
     }
@@ -261,6 +267,8 @@ pub fn options(name: &str) -> JoinOptions {
         isa: None,
         threads: Some(1),
         pack: None,
+        discovery: false,
+        interface: None,
     }
 }
 

@@ -73,6 +73,7 @@ pub struct RegisterRequest {
     pub held: ::prost::bytes::Bytes,
 }
 /// What a node measured of its own machine.
+#[derive(serde::Serialize, serde::Deserialize)]
 #[derive(Clone, Copy, PartialEq, ::prost::Message)]
 pub struct Measurement {
     /// Reads of whole records at random places, several at once, past the page cache.
@@ -437,6 +438,7 @@ pub struct Pulse {
     pub refused: ::prost::alloc::string::String,
 }
 /// What a node is doing.
+#[derive(serde::Serialize, serde::Deserialize)]
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Load {
     #[prost(message, optional, tag = "1")]
@@ -478,9 +480,11 @@ pub struct Load {
     pub sent_bytes: u64,
     /// Bitset of the experts whose records are in memory.
     #[prost(bytes = "bytes", tag = "17")]
+    #[serde(skip)]
     pub resident: ::prost::bytes::Bytes,
 }
 /// How far the fetching of records is.
+#[derive(serde::Serialize, serde::Deserialize)]
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct SyncProgress {
     #[prost(uint32, tag = "1")]
