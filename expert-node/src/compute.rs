@@ -4,12 +4,13 @@
 //! one, so a cold disk read or a long prefill never delays liveness.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use shimmer_common::experts::usage::UsageKeeper;
 use shimmer_common::experts::{
-    ExpertCompute as _, ExpertError, ExpertSource, LocalStore, MemoryWatch, StoreOptions,
+    CallTally, ExpertCompute as _, ExpertError, ExpertSource, LocalStore, MemoryWatch, StoreOptions,
 };
 use shimmer_common::kernels::Kernels;
 use shimmer_common::profile::NumericProfile;
@@ -18,7 +19,8 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::sync::mpsc::UnboundedSender;
 
 use crate::error::NodeError;
-use crate::wire::{WireError, dispatch_from_wire};
+use crate::hints::{self, Slack};
+use crate::wire::{WireError, dispatch_from_wire, hints_from_wire};
 
 /// Answers on their way to the coordinator.
 pub(crate) type Answers = UnboundedSender<Outgoing>;
@@ -64,6 +66,18 @@ pub(crate) struct Job {
 #[derive(Clone)]
 pub(crate) struct Compute {
     jobs: mpsc::Sender<Job>,
+    /// Looked at from outside; the thread owns it.
+    store: Weak<LocalStore>,
+    counts: Arc<Counts>,
+    slack: Arc<Slack>,
+}
+
+#[derive(Default)]
+struct Counts {
+    /// Jobs waiting or in work.
+    queued: AtomicU32,
+    /// Jobs ever taken in.
+    dispatches: AtomicU64,
 }
 
 impl Compute {
@@ -87,6 +101,10 @@ impl Compute {
         usage.pin(&store, ram_bytes as u64);
         let watch = MemoryWatch::start(&store, 0);
         let (jobs, queue) = mpsc::channel::<Job>();
+        let (seen, counts) = (Arc::downgrade(&store), Arc::<Counts>::default());
+        let done = counts.clone();
+        let slack = Arc::<Slack>::default();
+        let hints = slack.clone();
         let (started, ready) = mpsc::channel();
         std::thread::Builder::new()
             .name("shimmer-compute".to_owned())
@@ -98,7 +116,8 @@ impl Compute {
                 let _ = started.send(failed);
                 let Ok(pool) = pool else { return };
                 while let Ok(job) = queue.recv() {
-                    pool.install(|| work(&store, job));
+                    pool.install(|| work(&store, &hints, job));
+                    done.queued.fetch_sub(1, Ordering::Relaxed);
                 }
                 drop((watch, usage, store));
                 drop(alive);
@@ -108,7 +127,7 @@ impl Compute {
                 cause: e.to_string(),
             })?;
         match ready.recv() {
-            Ok(None) => Ok(Self { jobs }),
+            Ok(None) => Ok(Self { jobs, store: seen, counts, slack }),
             Ok(Some(cause)) => Err(NodeError::Machine { what: "cannot start the compute threads", cause }),
             Err(e) => Err(NodeError::Machine { what: "the compute thread ended", cause: e.to_string() }),
         }
@@ -117,14 +136,42 @@ impl Compute {
     /// Queues a job. A dead compute thread shows as the coordinator's missing answer, so the answer
     /// channel is dropped with the job.
     pub(crate) fn submit(&self, job: Job) {
+        self.counts.queued.fetch_add(1, Ordering::Relaxed);
+        self.counts.dispatches.fetch_add(1, Ordering::Relaxed);
         if self.jobs.send(job).is_err() {
             tracing::error!("the compute thread is gone; restart the node");
         }
     }
 }
 
+impl Compute {
+    /// Adds what the store and the queue are doing.
+    #[allow(dead_code, reason = "called by the liveness stream")]
+    pub(crate) fn describe(&self, load: &mut v1::Load) {
+        let count = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
+        load.queued = self.counts.queued.load(Ordering::Relaxed);
+        load.dispatches = self.counts.dispatches.load(Ordering::Relaxed);
+        let Some(store) = self.store.upgrade() else { return };
+        let stats = store.stats();
+        let layout = store.layout();
+        let record = layout.ids().filter_map(|id| layout.record_bytes(id)).max().unwrap_or(1).max(1) as u64;
+        let taken = store.ram_taken() as u64;
+        load.pinned = count(stats.pinned_bytes / record);
+        load.cached = count(taken.saturating_sub(stats.pinned_bytes) / record);
+        load.slots = count(store.ram_capacity() as u64 / record);
+        load.experts = stats.computed;
+        load.hits = stats.hits;
+        load.misses = stats.misses;
+        load.read_bytes = stats.bytes_read;
+        load.hinted_bytes = stats.prefetch_issued_bytes;
+        load.hinted_used_bytes = stats.prefetch_used_bytes;
+        load.hinted_wasted_bytes = stats.prefetch_wasted_bytes;
+        load.takes_hints = self.slack.takes_hints(&store);
+    }
+}
+
 /// Computes one job and sends its answer.
-fn work(store: &LocalStore, job: Job) {
+fn work(store: &LocalStore, slack: &Slack, job: Job) {
     let begun = Instant::now();
     let queued = begun.duration_since(job.received);
     let id = job.dispatch.id;
@@ -132,12 +179,16 @@ fn work(store: &LocalStore, job: Job) {
     if job.answers.is_closed() {
         return;
     }
-    let waited_before = store.stats().wait_us;
+    let mut tally = CallTally::default();
     let outcome = if job.cancelled.take(id) || expired {
         Err(failure(v1::ErrorCode::Expired, "the deadline passed before work began"))
     } else {
-        compute(store, &job.dispatch)
+        compute(store, slack, &job.dispatch).map(|(sums, of_call)| {
+            tally = of_call;
+            sums
+        })
     };
+    let disk = tally.disk_wait;
     let reply = v1::Reply {
         id,
         outcome: Some(match outcome {
@@ -145,19 +196,29 @@ fn work(store: &LocalStore, job: Job) {
             Err(failure) => v1::reply::Outcome::Failure(failure),
         }),
         queue_us: micros(queued),
-        disk_us: u32::try_from(store.stats().wait_us.saturating_sub(waited_before)).unwrap_or(u32::MAX),
-        compute_us: micros(begun.elapsed()),
-        ..v1::Reply::default()
+        disk_us: micros(disk),
+        compute_us: micros(begun.elapsed().saturating_sub(disk)),
+        hits: tally.hits as u32,
+        misses: tally.misses as u32,
+        read_bytes: tally.read_bytes as u64,
     };
     // A closed stream means that the coordinator has gone on without us.
     let message = v1::FromNode { message: Some(v1::from_node::Message::Reply(reply)) };
     let _ = job.answers.send(Outgoing { message, _room: Some(job.room) });
 }
 
-fn compute(store: &LocalStore, dispatch: &v1::Dispatch) -> Result<Vec<u8>, v1::Failure> {
-    let batch = dispatch_from_wire(dispatch, store.layout())
-        .map_err(|e: WireError| failure(v1::ErrorCode::Malformed, &e.to_string()))?;
-    let sums = store.compute(&batch, &mut || {}).map_err(|e| {
+/// Hints are taken when the dispatch's own reads are queued: those come first.
+fn compute(
+    store: &LocalStore,
+    slack: &Slack,
+    dispatch: &v1::Dispatch,
+) -> Result<(Vec<u8>, CallTally), v1::Failure> {
+    let malformed = |e: WireError| failure(v1::ErrorCode::Malformed, &e.to_string());
+    let batch = dispatch_from_wire(dispatch, store.layout()).map_err(malformed)?;
+    let hints = hints_from_wire(dispatch, store.layout()).map_err(malformed)?;
+    let mut take_hints = || hints::take(store, slack, batch.layer, &hints);
+    let computed = store.compute_tallied(batch.layer, &batch.x, &batch.work, &mut take_hints);
+    let (sums, tally) = computed.map_err(|e| {
         let (code, id) = match &e {
             ExpertError::Missing { id, .. } => (v1::ErrorCode::NotHeld, Some(id)),
             ExpertError::Read { id, .. } => (v1::ErrorCode::Read, Some(id)),
@@ -169,7 +230,7 @@ fn compute(store: &LocalStore, dispatch: &v1::Dispatch) -> Result<Vec<u8>, v1::F
         tracing::warn!(layer = batch.layer, error = %e, "a dispatch failed");
         v1::Failure { expert: id.map(|id| id.index.into()), ..failure(code, &e.to_string()) }
     })?;
-    Ok(sums.pack())
+    Ok((sums.pack(), tally))
 }
 
 fn failure(code: v1::ErrorCode, sentence: &str) -> v1::Failure {

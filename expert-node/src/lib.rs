@@ -12,6 +12,7 @@ mod config;
 mod error;
 mod fetch;
 pub mod files;
+mod hints;
 mod join;
 mod machine;
 mod register;

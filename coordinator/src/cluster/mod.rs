@@ -2,36 +2,48 @@
 //!
 //! Rooms: `state` (directory made by `cluster init`), `ca` (certificates), `token`, `service`
 //! (the gRPC server nodes join at), `shards` (records on the same server), `membership`, `node`,
-//! `placement`, `link` (one stream per node), `latency` (deadlines), `dispatch` (one layer over the cluster). [`ClusterExperts`] is the
-//! seam's distributed implementation.
+//! `placement`, `link` (one stream per node). [`ClusterExperts`] is the seam's distributed implementation:
+//! `dispatch` (what all layers share), `call` and `gather` (one layer), `group` (work on its way, twice if it
+//! is late), `choose` (who computes what), `owed`, `latency` and `pace` (what a node owes and how fast it
+//! is), `hedging` (how often work is given out twice), `hints` and `times`.
 //!
 //! Two threads with a single-threaded runtime each: `shimmer-wire` carries dispatches and nothing
 //! else, `shimmer-control` serves joins, registrations and records. The engine thread meets them in
 //! channels.
 
 mod ca;
+mod call;
+mod choose;
 mod dispatch;
+mod gather;
+mod group;
+mod hedging;
+mod hints;
 mod latency;
 mod link;
 mod membership;
 mod node;
+mod owed;
+mod pace;
 mod placement;
 mod service;
 mod shards;
 mod state;
+mod times;
 mod token;
 
+pub use choose::Preferred;
 pub use state::{ClusterState, Member};
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use shimmer_common::container::Fingerprint;
 use shimmer_common::experts::{
-    ExpertCompute, ExpertError, ExpertLayout, ExpertSource, LocalStore, Lookahead, RoutedBatch,
+    Ahead, ExpertCompute, ExpertError, ExpertLayout, ExpertSource, ExpertTimes, LocalStore, Lookahead,
+    RoutedBatch,
 };
 use shimmer_common::fixed::FixedRows;
 use shimmer_common::profile::NumericProfile;
@@ -99,6 +111,8 @@ pub struct ClusterOptions {
     pub nodes: Vec<String>,
     /// Fixed dispatch deadline; `None` = derived from measured latency.
     pub deadline: Option<Duration>,
+    /// Fixed time after which others are asked for late work too; `None` = derived from measured latency.
+    pub hedge: Option<Duration>,
     /// Share of each layer's experts this machine computes itself while nodes work, 0.0 … 1.0.
     pub local_share: f64,
 }
@@ -181,17 +195,13 @@ impl ClusterExperts {
             }
         })?;
         Ok(Arc::new(Self {
-            dispatcher: Dispatcher {
+            dispatcher: Dispatcher::new(
                 membership,
                 layout,
-                fraction_bits: model.profile.fraction_bits,
-                local: model.local,
-                local_share: options.local_share,
-                fixed_deadline: options.deadline,
-                next_id: AtomicU64::new(1),
-                by_share: AtomicU64::new(0),
-                by_fallback: AtomicU64::new(0),
-            },
+                model.profile.fraction_bits,
+                model.local,
+                &options,
+            ),
             control_addr,
             threads: vec![wire, control],
             _lock: lock,
@@ -233,8 +243,13 @@ impl ClusterExperts {
 
     /// Experts computed on this machine: by share and as fall-back.
     pub fn local_counts(&self) -> (u64, u64) {
-        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        (read(&self.dispatcher.by_share), read(&self.dispatcher.by_fallback))
+        self.dispatcher.local_counts()
+    }
+
+    /// Says which node the planner wants to compute an expert where several can equally well; `None` leaves
+    /// it to chance.
+    pub fn set_preferred(&self, preferred: Option<Preferred>) {
+        self.dispatcher.set_preferred(preferred);
     }
 }
 
@@ -251,8 +266,12 @@ impl ExpertCompute for ClusterExperts {
         self.dispatcher.prefetch(ahead);
     }
 
-    fn wants_lookahead(&self) -> bool {
-        self.dispatcher.local.as_ref().is_some_and(|local| local.wants_lookahead())
+    fn lookahead(&self) -> Ahead {
+        self.dispatcher.lookahead()
+    }
+
+    fn times(&self) -> ExpertTimes {
+        self.dispatcher.times()
     }
 }
 

@@ -170,7 +170,11 @@ impl Cluster for Control {
             addresses.push(SocketAddr::new(remote.ip(), port).to_string());
         }
         let control = self.clone();
+        let measurement = request.measurement;
         blocking(move || {
+            if let (Some(node), Some(measurement)) = (control.membership.get(&member.id), measurement) {
+                node.set_measurement(measurement);
+            }
             if let Some(node) = control.membership.get(&member.id) {
                 node.introduce(&member.name, &addresses).map_err(Status::aborted)?;
             }

@@ -2,10 +2,14 @@
 #![allow(clippy::unwrap_used, reason = "helpers of a test fail the test")]
 
 mod admission;
+mod fake;
 mod faults;
+mod hedging;
+mod hints;
 mod peers;
 mod shards;
 mod support;
+mod times;
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
