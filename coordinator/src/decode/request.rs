@@ -132,7 +132,7 @@ pub struct GenerateStats {
     /// Seconds of decoding.
     pub decode_s: f64,
     /// Where these seconds went.
-    pub time: TimeReport,
+    pub time: Box<TimeReport>,
 }
 
 /// A finished generation.

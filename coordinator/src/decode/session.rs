@@ -98,7 +98,7 @@ impl Session {
             };
             stats.decode_s = started.elapsed().as_secs_f64();
             let experts = model.expert_times().since(&before);
-            stats.time = TimeReport::new(stats.prefill_s + stats.decode_s, experts);
+            stats.time = Box::new(TimeReport::new(stats.prefill_s + stats.decode_s, experts));
             // The same caches whatever was drafted: the last token was never needed.
             let kept = prompt + answer.ids.len().saturating_sub(1);
             if seq.len() > kept {

@@ -128,7 +128,7 @@ fn two_nodes_that_stand_still_at_once_cost_no_more_than_one() {
     for local in [true, false] {
         let deadline = Some(Duration::from_millis(400));
         let cluster = start(local, ClusterOptions { deadline, ..ClusterOptions::default() });
-        let a = Fake::start(&cluster, "a", |id| id.index % 2 == 0, fake::silent());
+        let a = Fake::start(&cluster, "a", |id| id.index.is_multiple_of(2), fake::silent());
         let b = Fake::start(&cluster, "b", |id| id.index % 2 == 1, fake::silent());
         let _c = (!local).then(|| Fake::start(&cluster, "c", |_| true, fake::prompt()));
         cluster.check(&batch(LAYERS[0], 20, 1));
@@ -199,9 +199,9 @@ fn whatever_nodes_do_every_call_ends_with_the_same_sums() {
         let options = ClusterOptions { deadline, hedge, local_share: 0.2, ..ClusterOptions::default() };
         let cluster = start(true, options);
         let holds: [fn(_) -> bool; 3] = [
-            |id: shimmer_common::experts::ExpertId| id.index % 3 != 0,
+            |id: shimmer_common::experts::ExpertId| !id.index.is_multiple_of(3),
             |id: shimmer_common::experts::ExpertId| id.index % 3 != 1,
-            |id: shimmer_common::experts::ExpertId| id.index % 2 == 0,
+            |id: shimmer_common::experts::ExpertId| id.index.is_multiple_of(2),
         ];
         let nodes: Vec<Fake> = holds
             .into_iter()

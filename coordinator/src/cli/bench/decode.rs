@@ -306,7 +306,7 @@ impl Bench<'_> {
             drafted: stats.drafted,
             accepted: stats.accepted,
             prompt_s: stats.prefill_s,
-            time: stats.time,
+            time: *stats.time,
             stats: (before, session::counters(subject)),
         })
     }
