@@ -23,6 +23,40 @@ use super::times::CallTimes;
 /// How long to wait for a late node when nobody else can compute its experts.
 const LAST_RESORT: Duration = Duration::from_secs(15);
 
+/// Work by who computes it.
+#[derive(Default)]
+struct Split<'a> {
+    here: Vec<&'a ExpertWork>,
+    /// With whether the node is a last hope.
+    there: Vec<(Arc<Node>, bool, Vec<&'a ExpertWork>)>,
+    nowhere: Vec<&'a ExpertWork>,
+}
+
+impl<'a> Split<'a> {
+    fn of(work: Vec<&'a ExpertWork>, places: Vec<Place>) -> Self {
+        let mut split = Self::default();
+        for (work, place) in work.into_iter().zip(places) {
+            let (node, last_hope) = match place {
+                Place::Node(node) => (node, false),
+                Place::LastHope(node) => (node, true),
+                Place::Local => {
+                    split.here.push(work);
+                    continue;
+                }
+                Place::Nobody => {
+                    split.nowhere.push(work);
+                    continue;
+                }
+            };
+            match split.there.iter_mut().find(|(n, ..)| Arc::ptr_eq(n, &node)) {
+                Some((.., part)) => part.push(work),
+                None => split.there.push((node, last_hope, vec![work])),
+            }
+        }
+        split
+    }
+}
+
 /// One layer's work in progress.
 pub(super) struct Call<'a> {
     pub(super) dispatcher: &'a Dispatcher,
@@ -99,23 +133,12 @@ impl<'a> Call<'a> {
     /// is `overdue`, a deadline having been missed, is begun here at once as well: there is no second one.
     pub(super) fn hand_out(&mut self, work: Vec<&'a ExpertWork>, overdue: bool) -> Result<(), ExpertError> {
         let places = self.places(&work, &self.failed, true);
-        let mut groups: Vec<(Arc<Node>, bool, Vec<&'a ExpertWork>)> = Vec::new();
-        for (work, place) in work.into_iter().zip(places) {
-            let (node, last_hope) = match place {
-                Place::Node(node) => (node, false),
-                Place::LastHope(node) => (node, true),
-                Place::Local => {
-                    self.fallback.push(work);
-                    continue;
-                }
-                Place::Nobody => return Err(self.nobody_has(self.id(work))),
-            };
-            match groups.iter_mut().find(|(n, ..)| Arc::ptr_eq(n, &node)) {
-                Some((.., group)) => group.push(work),
-                None => groups.push((node, last_hope, vec![work])),
-            }
+        let split = Split::of(work, places);
+        if let Some(work) = split.nowhere.first() {
+            return Err(self.nobody_has(self.id(work)));
         }
-        for (node, last_hope, group) in groups {
+        self.fallback.extend(split.here);
+        for (node, last_hope, group) in split.there {
             self.send_group(node, last_hope, group, overdue)?;
         }
         Ok(())
@@ -216,34 +239,24 @@ impl<'a> Call<'a> {
         let overdue = group.must_hedge && work.iter().all(|work| self.has_local(work));
         let places =
             if overdue { vec![Place::Local; work.len()] } else { self.places(&work, &excluded, false) };
-        if places.iter().any(|place| matches!(place, Place::Nobody | Place::LastHope(_))) {
+        let experts = work.len();
+        let split = Split::of(work, places);
+        if !split.nowhere.is_empty() {
             return Ok(());
         }
         if !self.dispatcher.may_hedge(must) {
             self.times.sums.hedges.withheld += 1;
             return Ok(());
         }
-        tracing::debug!(
-            node = name,
-            layer = self.batch.layer,
-            experts = work.len(),
-            "late, asking others too"
-        );
+        tracing::debug!(node = name, layer = self.batch.layer, experts, "late, asking others too");
         self.times.sums.hedges.begun += 1;
-        let mut here = Vec::new();
-        let mut there: Vec<(Arc<Node>, Vec<&'a ExpertWork>)> = Vec::new();
-        for (work, place) in work.into_iter().zip(places) {
-            let Place::Node(node) = place else {
-                here.push(work);
-                continue;
-            };
-            match there.iter_mut().find(|(n, _)| Arc::ptr_eq(n, &node)) {
-                Some((_, part)) => part.push(work),
-                None => there.push((node, vec![work])),
-            }
-        }
+        self.begin_backup(id, split)
+    }
+
+    /// Sends the parts of a second attempt.
+    fn begin_backup(&mut self, id: u64, split: Split<'a>) -> Result<(), ExpertError> {
         let mut parts = Vec::new();
-        for (node, work) in there {
+        for (node, _, work) in split.there {
             match self.send(node.clone(), &work, true)? {
                 Some((sent, _)) => {
                     self.hedges.insert(sent.id, id);
@@ -260,8 +273,8 @@ impl<'a> Call<'a> {
                 }
             }
         }
-        if !here.is_empty() {
-            parts.push(Part::Local { todo: here, sums: None });
+        if !split.here.is_empty() {
+            parts.push(Part::Local { todo: split.here, sums: None });
         }
         if let Some(group) = self.groups.get_mut(&id) {
             group.backup = Some(parts);
