@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use shimmer_common::experts::usage::UsageKeeper;
 use shimmer_common::experts::{
-    ExpertCompute as _, ExpertError, ExpertSource, LocalStore, MemoryWatch, StoreOptions,
+    CallTally, ExpertCompute as _, ExpertError, ExpertSource, LocalStore, MemoryWatch, StoreOptions,
 };
 use shimmer_common::kernels::Kernels;
 use shimmer_common::profile::NumericProfile;
@@ -19,7 +19,8 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::sync::mpsc::UnboundedSender;
 
 use crate::error::NodeError;
-use crate::wire::{WireError, dispatch_from_wire};
+use crate::hints::{self, Slack};
+use crate::wire::{WireError, dispatch_from_wire, hints_from_wire};
 
 /// Answers on their way to the coordinator.
 pub(crate) type Answers = UnboundedSender<Outgoing>;
@@ -68,6 +69,7 @@ pub(crate) struct Compute {
     /// Looked at from outside; the thread owns it.
     store: Weak<LocalStore>,
     counts: Arc<Counts>,
+    slack: Arc<Slack>,
 }
 
 #[derive(Default)]
@@ -101,6 +103,8 @@ impl Compute {
         let (jobs, queue) = mpsc::channel::<Job>();
         let (seen, counts) = (Arc::downgrade(&store), Arc::<Counts>::default());
         let done = counts.clone();
+        let slack = Arc::<Slack>::default();
+        let hints = slack.clone();
         let (started, ready) = mpsc::channel();
         std::thread::Builder::new()
             .name("shimmer-compute".to_owned())
@@ -112,7 +116,7 @@ impl Compute {
                 let _ = started.send(failed);
                 let Ok(pool) = pool else { return };
                 while let Ok(job) = queue.recv() {
-                    pool.install(|| work(&store, job));
+                    pool.install(|| work(&store, &hints, job));
                     done.queued.fetch_sub(1, Ordering::Relaxed);
                 }
                 drop((watch, usage, store));
@@ -123,7 +127,7 @@ impl Compute {
                 cause: e.to_string(),
             })?;
         match ready.recv() {
-            Ok(None) => Ok(Self { jobs, store: seen, counts }),
+            Ok(None) => Ok(Self { jobs, store: seen, counts, slack }),
             Ok(Some(cause)) => Err(NodeError::Machine { what: "cannot start the compute threads", cause }),
             Err(e) => Err(NodeError::Machine { what: "the compute thread ended", cause: e.to_string() }),
         }
@@ -161,12 +165,12 @@ impl Compute {
         load.hinted_bytes = stats.prefetch_issued_bytes;
         load.hinted_used_bytes = stats.prefetch_used_bytes;
         load.hinted_wasted_bytes = stats.prefetch_wasted_bytes;
-        load.takes_hints = store.wants_lookahead();
+        load.takes_hints = self.slack.takes_hints(&store);
     }
 }
 
 /// Computes one job and sends its answer.
-fn work(store: &LocalStore, job: Job) {
+fn work(store: &LocalStore, slack: &Slack, job: Job) {
     let begun = Instant::now();
     let queued = begun.duration_since(job.received);
     let id = job.dispatch.id;
@@ -174,12 +178,16 @@ fn work(store: &LocalStore, job: Job) {
     if job.answers.is_closed() {
         return;
     }
-    let waited_before = store.stats().wait_us;
+    let mut tally = CallTally::default();
     let outcome = if job.cancelled.take(id) || expired {
         Err(failure(v1::ErrorCode::Expired, "the deadline passed before work began"))
     } else {
-        compute(store, &job.dispatch)
+        compute(store, slack, &job.dispatch).map(|(sums, of_call)| {
+            tally = of_call;
+            sums
+        })
     };
+    let disk = tally.disk_wait;
     let reply = v1::Reply {
         id,
         outcome: Some(match outcome {
@@ -187,19 +195,29 @@ fn work(store: &LocalStore, job: Job) {
             Err(failure) => v1::reply::Outcome::Failure(failure),
         }),
         queue_us: micros(queued),
-        disk_us: u32::try_from(store.stats().wait_us.saturating_sub(waited_before)).unwrap_or(u32::MAX),
-        compute_us: micros(begun.elapsed()),
-        ..v1::Reply::default()
+        disk_us: micros(disk),
+        compute_us: micros(begun.elapsed().saturating_sub(disk)),
+        hits: tally.hits as u32,
+        misses: tally.misses as u32,
+        read_bytes: tally.read_bytes as u64,
     };
     // A closed stream means that the coordinator has gone on without us.
     let message = v1::FromNode { message: Some(v1::from_node::Message::Reply(reply)) };
     let _ = job.answers.send(Outgoing { message, _room: Some(job.room) });
 }
 
-fn compute(store: &LocalStore, dispatch: &v1::Dispatch) -> Result<Vec<u8>, v1::Failure> {
-    let batch = dispatch_from_wire(dispatch, store.layout())
-        .map_err(|e: WireError| failure(v1::ErrorCode::Malformed, &e.to_string()))?;
-    let sums = store.compute(&batch, &mut || {}).map_err(|e| {
+/// Hints are taken when the dispatch's own reads are queued: those come first.
+fn compute(
+    store: &LocalStore,
+    slack: &Slack,
+    dispatch: &v1::Dispatch,
+) -> Result<(Vec<u8>, CallTally), v1::Failure> {
+    let malformed = |e: WireError| failure(v1::ErrorCode::Malformed, &e.to_string());
+    let batch = dispatch_from_wire(dispatch, store.layout()).map_err(malformed)?;
+    let hints = hints_from_wire(dispatch, store.layout()).map_err(malformed)?;
+    let mut take_hints = || hints::take(store, slack, batch.layer, &hints);
+    let computed = store.compute_tallied(batch.layer, &batch.x, &batch.work, &mut take_hints);
+    let (sums, tally) = computed.map_err(|e| {
         let (code, id) = match &e {
             ExpertError::Missing { id, .. } => (v1::ErrorCode::NotHeld, Some(id)),
             ExpertError::Read { id, .. } => (v1::ErrorCode::Read, Some(id)),
@@ -211,7 +229,7 @@ fn compute(store: &LocalStore, dispatch: &v1::Dispatch) -> Result<Vec<u8>, v1::F
         tracing::warn!(layer = batch.layer, error = %e, "a dispatch failed");
         v1::Failure { expert: id.map(|id| id.index.into()), ..failure(code, &e.to_string()) }
     })?;
-    Ok(sums.pack())
+    Ok((sums.pack(), tally))
 }
 
 fn failure(code: v1::ErrorCode, sentence: &str) -> v1::Failure {

@@ -15,6 +15,7 @@ mod error;
 mod fetch;
 pub mod files;
 pub mod gate;
+mod hints;
 pub mod interfaces;
 mod join;
 mod lease;

@@ -9,12 +9,15 @@ pub mod pack;
 mod store;
 #[cfg(test)]
 mod testing;
+pub mod times;
 pub mod usage;
 
 pub use layout::{ExpertLayout, ExpertMatrix, ExpertSpec, MatrixSpec, RecordPart};
 pub use store::{
-    EvictionPolicy, LearnedFrequency, LocalStore, MemoryWatch, SharedUsage, StoreOptions, StoreStats,
+    CallTally, EvictionPolicy, LearnedFrequency, LocalStore, MemoryWatch, SharedUsage, StoreOptions,
+    StoreStats,
 };
+pub use times::ExpertTimes;
 
 use serde::{Deserialize, Serialize};
 
@@ -86,6 +89,24 @@ impl Lookahead {
     pub fn ids(&self) -> impl Iterator<Item = ExpertId> + '_ {
         self.experts.iter().map(|&index| ExpertId { layer: self.layer, index })
     }
+}
+
+/// Which guesses are wanted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ahead {
+    /// Coming layers to guess; 0 = none, `usize::MAX` = as many as the model can.
+    pub depth: usize,
+    /// Whether to guess before [`ExpertCompute::compute`], so that guesses leave with its work, and not in
+    /// its `meanwhile`.
+    pub before_sending: bool,
+}
+
+impl Ahead {
+    /// No guesses.
+    pub const NONE: Self = Self { depth: 0, before_sending: false };
+
+    /// Every guess the model can make, while others compute.
+    pub const MEANWHILE: Self = Self { depth: usize::MAX, before_sending: false };
 }
 
 /// Why routed experts could not be computed.
@@ -190,9 +211,14 @@ pub trait ExpertCompute: Send + Sync {
         let _ = ahead;
     }
 
-    /// Whether guesses are worth making now: false while every expert is resident anyway.
-    fn wants_lookahead(&self) -> bool {
-        false
+    /// Which guesses are worth making now: none while every expert is resident anyway.
+    fn lookahead(&self) -> Ahead {
+        Ahead::NONE
+    }
+
+    /// Where the time of the calls so far went.
+    fn times(&self) -> ExpertTimes {
+        ExpertTimes::default()
     }
 }
 

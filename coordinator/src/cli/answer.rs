@@ -341,6 +341,7 @@ impl Answer {
                 "decode_s": stats.decode_s,
                 "tokens_per_s": self.tokens_per_s(),
             },
+            "time": stats.time,
             "experts": served,
         })
     }

@@ -220,6 +220,9 @@ fn one_answer(
             output::note(&cut);
         }
         summary(&[&answer], &served);
+        if let Some(line) = answer.generation.stats.time.line() {
+            output::note(&line);
+        }
     }
     if interrupt.requested() { Err(CliError::Interrupted) } else { Ok(()) }
 }

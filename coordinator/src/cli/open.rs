@@ -19,8 +19,9 @@ use super::memory::{self, MemoryPlan, Needs};
 use super::model_args::{ExpertsChoice, LimitArgs, ModelArgs};
 use super::output;
 use super::usage::Learning;
-use crate::cluster::{ClusterExperts, ClusterModel, ClusterOptions, ClusterState, ExpertDemand};
+use crate::cluster::{ClusterExperts, ClusterModel, ClusterOptions, ClusterState, ExpertDemand, NodeStatus};
 use crate::decode::{Engine, EngineHandle};
+use crate::gateway::{ExpertMetrics, NodeState};
 use crate::model::{self, LanguageModel};
 use crate::text::TextModel;
 use shimmer_common::size::Size;
@@ -73,6 +74,13 @@ impl Loaded {
 }
 
 impl<T> Loaded<T> {
+    /// Where the time of routed experts went so far, and the state of the nodes.
+    pub fn metrics(&self) -> ExpertMetrics {
+        let nodes = self.cluster.as_ref().map(|c| c.nodes()).unwrap_or_default();
+        let state = |n: NodeStatus| NodeState { id: n.id, name: n.name, state: n.state };
+        ExpertMetrics { nodes: nodes.into_iter().map(state).collect(), times: self.model.expert_times() }
+    }
+
     /// Experts computed so far, per place.
     pub fn served(&self) -> Served {
         let nodes = self.cluster.as_ref().map(|c| c.nodes()).unwrap_or_default();

@@ -106,6 +106,9 @@ pub fn run(args: &RunArgs) -> Result<(), CliError> {
             output::note(&cut);
         }
         output::note(&summary(&answer, &loaded));
+        if let Some(line) = answer.generation.stats.time.line() {
+            output::note(&line);
+        }
     }
     if interrupt.requested() { Err(CliError::Interrupted) } else { Ok(()) }
 }

@@ -28,7 +28,7 @@ const DRAIN: Duration = Duration::from_secs(30);
   shimmer serve --model /models/glm-5.2 --host 0.0.0.0 --api-key-file keys.txt --no-think
   curl http://127.0.0.1:8000/v1/chat/completions -d '{\"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}]}'
 
-Endpoints: /v1/models, /v1/chat/completions, /health, /status and a page at /.")]
+Endpoints: /v1/models, /v1/chat/completions, /health, /status, /metrics and a page at /.")]
 pub struct ServeArgs {
     #[command(flatten)]
     model: ModelArgs,
@@ -163,7 +163,7 @@ fn config(args: &ServeArgs, loaded: &Arc<Loaded>, api_keys: ApiKeys) -> Result<G
     let text = &loaded.text;
     let fingerprint = loaded.container.fingerprint()?.to_string();
     let name = args.served_model_name.clone().or_else(|| directory_name(loaded.container.dir()));
-    let counts = loaded.clone();
+    let (counts, metrics) = (loaded.clone(), loaded.clone());
     Ok(GatewayConfig {
         model_id: name.unwrap_or_else(|| loaded.model.info().family.to_owned()),
         system_fingerprint: format!("fp_{}", fingerprint.get(..12).unwrap_or(&fingerprint)),
@@ -184,6 +184,7 @@ fn config(args: &ServeArgs, loaded: &Arc<Loaded>, api_keys: ApiKeys) -> Result<G
         max_body_bytes: usize::try_from(args.max_body.0).unwrap_or(usize::MAX),
         facts: facts(loaded),
         experts: Box::new(move || serde_json::to_value(counts.served()).unwrap_or(Value::Null)),
+        metrics: Box::new(move || metrics.metrics()),
     })
 }
 

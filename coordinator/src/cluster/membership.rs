@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use shimmer_common::experts::{ExpertId, ExpertLayout};
+use shimmer_common::experts::ExpertLayout;
 use shimmer_node::gate::Gate;
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -107,23 +107,6 @@ impl Membership {
 
     pub(super) fn all(&self) -> Vec<Arc<Node>> {
         self.lock().values().cloned().collect()
-    }
-
-    /// For every expert of a layer's work, the best node that can compute it now and is not among
-    /// the excluded ones.
-    pub(super) fn place(&self, layer: u16, experts: &[u16], excluded: &[String]) -> Vec<Option<Arc<Node>>> {
-        let nodes = self.all();
-        let mut best: Vec<Option<(u64, &Arc<Node>)>> = vec![None; experts.len()];
-        for node in nodes.iter().filter(|n| !excluded.contains(&n.id)) {
-            let able = node.can_compute(layer, experts);
-            for ((slot, &index), able) in best.iter_mut().zip(experts).zip(able) {
-                let score = node.seed.score(ExpertId { layer, index });
-                if able && slot.is_none_or(|(s, _)| s < score) {
-                    *slot = Some((score, node));
-                }
-            }
-        }
-        best.into_iter().map(|slot| slot.map(|(_, node)| node.clone())).collect()
     }
 
     /// Whether `done` holds for the states of all nodes, now or before `deadline`.

@@ -2,8 +2,11 @@
 //!
 //! Rooms: `state` (directory made by `cluster init`), `ca` (certificates), `token`, `service`
 //! (the gRPC server nodes join at), `shards` (records on the same server), `membership`, `node`,
-//! `placement`, `link` (one stream per node), `pulse` (liveness), `discovery` (mDNS), `latency` (deadlines), `dispatch` (one layer over the cluster). [`ClusterExperts`] is the
-//! seam's distributed implementation.
+//! `placement` and `planner` (who owns what), `link` (one stream per node), `pulse` (liveness), `discovery`
+//! (mDNS), `admin` and `client` (the command line's questions and orders). [`ClusterExperts`] is the seam's
+//! distributed implementation: `dispatch` (what all layers share), `call` and `gather` (one layer), `group`
+//! (work on its way, twice if it is late), `choose` (who computes what), `owed`, `latency` and `pace` (what a
+//! node owes and how fast it is), `hedging` (how often work is given out twice), `hints`, `times`, `routes`.
 //!
 //! Three threads with a single-threaded runtime each: `shimmer-wire` carries dispatches and nothing
 //! else, `shimmer-pulse` asks nodes for signs of life, `shimmer-control` serves joins, registrations and
@@ -12,14 +15,22 @@
 
 mod admin;
 mod ca;
+mod call;
+mod choose;
 mod client;
 mod discovery;
 mod dispatch;
+mod gather;
+mod group;
+mod hedging;
 mod here;
+mod hints;
 mod latency;
 mod link;
 mod membership;
 mod node;
+mod owed;
+mod pace;
 mod placement;
 mod planner;
 mod pulse;
@@ -27,9 +38,11 @@ mod routes;
 mod service;
 mod shards;
 mod state;
+mod times;
 mod token;
 
 pub use admin::ClusterReport;
+pub use choose::Preferred;
 pub use client::Coordinator;
 pub use node::StateChange;
 pub use placement::{Advice, LOCAL, PlanReport, Rates, Upgrade, Worker, WorkerReport};
@@ -39,12 +52,12 @@ pub use state::{ClusterState, Measured, Member};
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use shimmer_common::container::Fingerprint;
 use shimmer_common::experts::{
-    ExpertCompute, ExpertError, ExpertId, ExpertLayout, ExpertSource, LocalStore, Lookahead, RoutedBatch,
+    Ahead, ExpertCompute, ExpertError, ExpertId, ExpertLayout, ExpertSource, ExpertTimes, LocalStore,
+    Lookahead, RoutedBatch,
 };
 use shimmer_common::fixed::FixedRows;
 use shimmer_common::profile::NumericProfile;
@@ -151,6 +164,8 @@ pub struct ClusterOptions {
     pub nodes: Vec<String>,
     /// Fixed dispatch deadline; `None` = derived from measured latency.
     pub deadline: Option<Duration>,
+    /// Fixed time after which others are asked for late work too; `None` = derived from measured latency.
+    pub hedge: Option<Duration>,
     /// Which experts this machine computes itself while nodes work.
     pub local_share: LocalShare,
     /// Whether to announce the control port by multicast DNS.
@@ -293,19 +308,15 @@ impl ClusterExperts {
             false => None,
         };
         Ok(Arc::new(Self {
-            dispatcher: Dispatcher {
+            dispatcher: Dispatcher::new(
                 membership,
                 planner,
                 routes,
                 layout,
-                fraction_bits: model.profile.fraction_bits,
-                local: model.local,
-                local_share: options.local_share,
-                fixed_deadline: options.deadline,
-                next_id: AtomicU64::new(1),
-                by_share: AtomicU64::new(0),
-                by_fallback: AtomicU64::new(0),
-            },
+                model.profile.fraction_bits,
+                model.local,
+                &options,
+            ),
             reporter,
             control_addr,
             threads: vec![wire, pulse, control],
@@ -354,8 +365,13 @@ impl ClusterExperts {
 
     /// Experts computed on this machine: by share and as fall-back.
     pub fn local_counts(&self) -> (u64, u64) {
-        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        (read(&self.dispatcher.by_share), read(&self.dispatcher.by_fallback))
+        self.dispatcher.local_counts()
+    }
+
+    /// Says which node the planner wants to compute an expert where several can equally well; `None` leaves
+    /// it to chance.
+    pub fn set_preferred(&self, preferred: Preferred) {
+        self.dispatcher.set_preferred(preferred);
     }
 }
 
@@ -372,8 +388,12 @@ impl ExpertCompute for ClusterExperts {
         self.dispatcher.prefetch(ahead);
     }
 
-    fn wants_lookahead(&self) -> bool {
-        self.dispatcher.local.as_ref().is_some_and(|local| local.wants_lookahead())
+    fn lookahead(&self) -> Ahead {
+        self.dispatcher.lookahead()
+    }
+
+    fn times(&self) -> ExpertTimes {
+        self.dispatcher.times()
     }
 }
 

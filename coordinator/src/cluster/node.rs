@@ -2,11 +2,15 @@
 //!
 //! A node is `Joining` (never reached), `Syncing` (serves while still fetching), `Ready`, `Suspect`
 //! (missed a deadline; gets no work until everything it owes has been answered; or its pulses are
-//! overdue) or `Lost` (no connection). Links write here, dispatch reads and writes; every lock is held for microseconds.
+//! overdue) or `Lost` (no connection). Links and pulses write here (`vitals`), dispatch reads and writes
+//! (`dispatching`); every lock is held for microseconds.
 
-use std::collections::HashMap;
+mod dispatching;
+
+pub(super) use dispatching::{Offer, Standing};
+
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use shimmer_common::experts::{ExpertId, ExpertLayout};
@@ -16,8 +20,8 @@ use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{Notify, watch};
 
 use super::NodeStatus;
-use super::latency::{Cost, Latency};
 use super::membership::Changed;
+use super::owed::Owed;
 use super::placement::Seed;
 
 mod vitals;
@@ -51,22 +55,6 @@ impl Status {
     }
 }
 
-/// What became of a dispatch.
-pub(super) struct Event {
-    pub(super) id: u64,
-    /// The answer, or why there will be none.
-    pub(super) outcome: Result<v1::Reply, String>,
-}
-
-struct Pending {
-    events: mpsc::Sender<Event>,
-    sent: Instant,
-    cost: Cost,
-    layer: u16,
-    /// Nobody waits for it any more; its answer proves that the node is alive.
-    missed: bool,
-}
-
 struct Inner {
     name: String,
     /// Given by the user, tried first.
@@ -95,8 +83,11 @@ struct Inner {
     syncing: bool,
     held: Held,
     stream: Option<UnboundedSender<v1::ToNode>>,
-    pending: HashMap<u64, Pending>,
-    latency: Latency,
+    owed: Owed,
+    /// What the node measured of its machine.
+    measurement: Option<v1::Measurement>,
+    /// The experts it has in memory, as far as is known.
+    resident: Held,
 }
 
 /// One node.
@@ -144,8 +135,9 @@ impl Node {
                 syncing: true,
                 held: Held::none(layout),
                 stream: None,
-                pending: HashMap::new(),
-                latency: Latency::default(),
+                owed: Owed::default(),
+                measurement: None,
+                resident: Held::none(layout),
             }),
             wake: Notify::new(),
             cuts: watch::Sender::new(0),
@@ -229,9 +221,7 @@ impl Node {
     pub(super) fn lost(&self, why: &str) {
         let mut inner = self.lock();
         inner.stream = None;
-        for (id, pending) in inner.pending.drain() {
-            let _ = pending.events.send(Event { id, outcome: Err(why.to_owned()) });
-        }
+        inner.owed.drop_all(why);
         if inner.status == Status::Joining {
             inner.why = why.to_owned();
         } else {
@@ -239,38 +229,11 @@ impl Node {
         }
     }
 
-    /// An answer came, in time or not.
-    pub(super) fn answered(&self, reply: v1::Reply) {
-        let mut inner = self.lock();
-        let Some(pending) = inner.pending.remove(&reply.id) else { return };
-        if let Some(v1::reply::Outcome::Failure(failure)) = &reply.outcome {
-            // A missed deadline has been counted already.
-            self.failures.fetch_add(u64::from(!pending.missed), Ordering::Relaxed);
-            let unavailable = matches!(
-                failure.code(),
-                v1::ErrorCode::NotHeld | v1::ErrorCode::Read | v1::ErrorCode::Damaged
-            );
-            let index = failure.expert.filter(|_| unavailable).and_then(|e| u16::try_from(e).ok());
-            if let Some(index) = index {
-                // Until the node says again what it holds, others compute this expert.
-                inner.held.remove(ExpertId { layer: pending.layer, index });
-            }
-        } else if !pending.missed {
-            inner.latency.record(pending.cost, pending.sent.elapsed());
-        }
-        if pending.missed {
-            self.settle(&mut inner, "");
-        } else {
-            // The receiver is gone when its whole batch has failed.
-            let _ = pending.events.send(Event { id: reply.id, outcome: Ok(reply) });
-        }
-    }
-
     /// Derives the state from the facts.
     fn settle(&self, inner: &mut Inner, why: &str) {
         let status = if inner.stream.is_none() {
             Status::Lost
-        } else if inner.vitals.is_overdue() || inner.pending.values().any(|p| p.missed) {
+        } else if inner.vitals.is_overdue() || inner.owed.is_overdue() {
             Status::Suspect
         } else if inner.syncing {
             Status::Syncing
@@ -297,55 +260,9 @@ impl Node {
         self.changed.ring();
     }
 
-    /// Which of a layer's experts the node can compute now.
-    pub(super) fn can_compute(&self, layer: u16, experts: &[u16]) -> Vec<bool> {
-        let inner = self.lock();
-        let works = matches!(inner.status, Status::Ready | Status::Syncing);
-        experts.iter().map(|&index| works && inner.held.contains(ExpertId { layer, index })).collect()
-    }
-
     /// Whether the node is ready and complete.
     pub(super) fn is_ready(&self) -> bool {
         self.lock().status == Status::Ready
-    }
-
-    /// How long to wait for a dispatch of this cost.
-    pub(super) fn deadline(&self, cost: Cost) -> Duration {
-        self.lock().latency.deadline(cost)
-    }
-
-    /// Sends a dispatch; `false` when the node went away meanwhile.
-    pub(super) fn send(
-        &self,
-        layer: u16,
-        dispatch: v1::Dispatch,
-        cost: Cost,
-        events: &mpsc::Sender<Event>,
-    ) -> bool {
-        let mut inner = self.lock();
-        let Some(stream) = inner.stream.clone() else { return false };
-        let id = dispatch.id;
-        let sent = Instant::now();
-        inner.pending.insert(id, Pending { events: events.clone(), sent, cost, layer, missed: false });
-        let message = v1::ToNode { message: Some(v1::to_node::Message::Dispatch(dispatch)) };
-        let went = stream.send(message).is_ok();
-        if !went {
-            inner.pending.remove(&id);
-        }
-        went
-    }
-
-    /// A deadline passed: the node is suspect until it answers, and need not compute this any more.
-    pub(super) fn missed(&self, id: u64, waited: Duration) {
-        let mut inner = self.lock();
-        let Some(pending) = inner.pending.get_mut(&id) else { return };
-        pending.missed = true;
-        self.failures.fetch_add(1, Ordering::Relaxed);
-        if let Some(stream) = &inner.stream {
-            let message = v1::to_node::Message::Cancel(v1::Cancel { id });
-            let _ = stream.send(v1::ToNode { message: Some(message) });
-        }
-        self.settle(&mut inner, &format!("no answer within {} ms", waited.as_millis()));
     }
 
     /// Whether the node said, at its last connection, that it holds `id`.
@@ -370,7 +287,8 @@ impl Node {
     }
 
     pub(super) fn status(&self) -> NodeStatus {
-        let inner = self.lock();
+        let mut inner = self.lock();
+        self.expire(&mut inner, Instant::now());
         NodeStatus {
             id: self.id.clone(),
             name: inner.name.clone(),
@@ -379,7 +297,7 @@ impl Node {
             experts_held: inner.held.len(),
             experts_served: self.served.load(Ordering::Relaxed),
             failures: self.failures.load(Ordering::Relaxed),
-            latency_ms: inner.latency.median().map_or(0.0, |m| m.as_secs_f64() * 1e3),
+            latency_ms: inner.owed.latency.median().map_or(0.0, |m| m.as_secs_f64() * 1e3),
             why: inner.why.clone(),
             unreachable: inner.unreachable.clone(),
             ping_p50_us: inner.vitals.rtt_us(0.5),

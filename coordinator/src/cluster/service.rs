@@ -173,9 +173,11 @@ impl Cluster for Control {
             addresses.push(SocketAddr::new(remote.ip(), port).to_string());
         }
         let control = self.clone();
+        let measurement = request.measurement;
         blocking(move || {
             let known = control.membership.get(&member.id);
             if let Some(node) = &known {
+                measurement.into_iter().for_each(|measured| node.set_measurement(measured));
                 node.introduce(&member.name, &addresses, &request.instance).map_err(Status::aborted)?;
             }
             // A heartbeat with the known addresses writes nothing.

@@ -15,6 +15,7 @@ pub mod score;
 mod session;
 pub mod speculative;
 mod stop;
+mod times;
 
 pub use drafts::{DraftControl, DraftEstimate, DraftReport, Round};
 pub use request::{
@@ -23,6 +24,7 @@ pub use request::{
 pub use scheduler::{CancelHandle, EngineHandle, JobEvent, JobReceiver, SubmitError};
 pub use session::Session;
 pub use stop::{StopScan, StopStrings};
+pub use times::TimeReport;
 
 use std::ops::ControlFlow;
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! What a generation is asked for, what it reports and why it may fail.
 
-use super::DraftReport;
+use super::{DraftReport, TimeReport};
 use crate::model::ModelError;
 
 /// How the next token is drawn. Order: temperature, top-k, top-p, min-p, renormalise (docs/model.md §9).
@@ -131,6 +131,8 @@ pub struct GenerateStats {
     pub prefill_s: f64,
     /// Seconds of decoding.
     pub decode_s: f64,
+    /// Where these seconds went.
+    pub time: Box<TimeReport>,
 }
 
 /// A finished generation.

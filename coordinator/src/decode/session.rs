@@ -16,6 +16,7 @@ use super::drafts::{DraftControl, Round};
 use super::sampling::draw;
 use super::{
     DecodeError, DraftPolicy, Engine, Event, FinishReason, GenerateRequest, GenerateStats, Generation,
+    TimeReport,
 };
 use crate::model::{LanguageModel, ModelError, Rows, Sequence};
 
@@ -81,6 +82,7 @@ impl Session {
                 model.info().has_mtp && !matches!(request.drafts, DraftPolicy::Off | DraftPolicy::Fixed(0));
             let (seq, control) = self.resume(model, &request.prompt, drafting);
             stats.reused_tokens = seq.len();
+            let before = model.expert_times();
             let started = Instant::now();
             let drafts_likely =
                 drafting && !(request.drafts == DraftPolicy::Auto && control.drafts_nothing());
@@ -95,6 +97,8 @@ impl Session {
                 Prefilled::Cancelled => FinishReason::Cancelled,
             };
             stats.decode_s = started.elapsed().as_secs_f64();
+            let experts = model.expert_times().since(&before);
+            stats.time = Box::new(TimeReport::new(stats.prefill_s + stats.decode_s, experts));
             // The same caches whatever was drafted: the last token was never needed.
             let kept = prompt + answer.ids.len().saturating_sub(1);
             if seq.len() > kept {

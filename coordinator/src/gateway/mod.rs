@@ -2,7 +2,7 @@
 //!
 //! Rooms: `connections` (the accept loop), [`errors`] (the error envelope), `guard` (keys, hosts and origins), `body` (JSON as clients really
 //! send it), `chat_request` (fields and their ranges), `chat` (the endpoint), `sse` (frames and
-//! keep-alives), `status` (health, counters, the page).
+//! keep-alives), `status` (health, counters, the page), `metrics`.
 //!
 //! Everything a client can do wrong is answered before the engine sees the request, so that a stream
 //! once started fails only for reasons of the engine.
@@ -13,6 +13,7 @@ mod chat_request;
 mod connections;
 mod errors;
 mod guard;
+mod metrics;
 mod sse;
 mod status;
 
@@ -27,6 +28,7 @@ use serde_json::Value;
 
 pub use errors::ApiError;
 pub use guard::ApiKeys;
+pub use metrics::{ExpertMetrics, NodeState};
 pub use status::Totals;
 
 use crate::decode::{DraftPolicy, EngineHandle};
@@ -61,6 +63,8 @@ pub struct GatewayConfig {
     pub facts: Value,
     /// Experts served per place, for the status page.
     pub experts: Box<dyn Fn() -> Value + Send + Sync>,
+    /// Times and counts of experts, for `/metrics`.
+    pub metrics: Box<dyn Fn() -> ExpertMetrics + Send + Sync>,
 }
 
 /// Sampling parameters a request may leave out.
@@ -102,6 +106,7 @@ pub fn router(gateway: Arc<Gateway>) -> Router {
         .nest("/v1", api.clone())
         .merge(api)
         .route("/status", get(status::status))
+        .route("/metrics", get(metrics::metrics))
         .route("/", get(status::page))
         .layer(axum::middleware::from_fn_with_state(gateway.clone(), guard::check))
         .route("/health", get(status::health))

@@ -24,13 +24,14 @@ pub struct Totals {
     sums: Mutex<Sums>,
 }
 
-#[derive(Default)]
-struct Sums {
-    prompt_tokens: u64,
-    cached_tokens: u64,
-    generated_tokens: u64,
-    drafted: u64,
-    accepted: u64,
+/// Sums over the answered requests.
+#[derive(Clone, Default)]
+pub(super) struct Sums {
+    pub(super) prompt_tokens: u64,
+    pub(super) cached_tokens: u64,
+    pub(super) generated_tokens: u64,
+    pub(super) drafted: u64,
+    pub(super) accepted: u64,
     last: Option<GenerateStats>,
 }
 
@@ -64,8 +65,12 @@ impl Totals {
         sums.last = Some(stats.clone());
     }
 
+    pub(super) fn counts(&self) -> Sums {
+        self.sums.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     fn json(&self) -> Value {
-        let sums = self.sums.lock().unwrap_or_else(PoisonError::into_inner);
+        let sums = self.counts();
         let last = sums.last.as_ref().map(|s| {
             let per_s = if s.decode_s > 0.0 { s.generated_tokens as f64 / s.decode_s } else { 0.0 };
             json!({
@@ -76,6 +81,7 @@ impl Totals {
                 "drafted": s.drafted,
                 "accepted": s.accepted,
                 "draft_choice": s.drafting,
+                "time": s.time,
             })
         });
         json!({

@@ -23,7 +23,7 @@ use std::sync::Arc;
 
 use shimmer_common::container::config::ModelConfig;
 use shimmer_common::container::{Container, ContainerError};
-use shimmer_common::experts::{ExpertCompute, ExpertError};
+use shimmer_common::experts::{ExpertCompute, ExpertError, ExpertTimes};
 use shimmer_common::kernels::Kernels;
 
 /// Facts about a loaded model.
@@ -123,6 +123,11 @@ pub trait LanguageModel: Send + Sync {
     /// How well the experts of coming layers were guessed since the model was loaded.
     fn lookahead(&self) -> LookaheadStats {
         LookaheadStats::default()
+    }
+
+    /// Where the time of routed experts went since the model was loaded.
+    fn expert_times(&self) -> ExpertTimes {
+        ExpertTimes::default()
     }
 }
 

@@ -26,7 +26,8 @@ fn pulses_say_what_a_node_is_doing() {
     let sync = load.sync.unwrap();
     assert_eq!(sync.held_records as usize, layout().ids().count());
     assert!(status.ping_p50_us > 0 && status.ping_p50_us <= status.ping_p95_us, "{status:?}");
-    let changes: Vec<_> = status.changes.iter().map(|change| (change.from, change.to)).collect();
+    let changes: Vec<_> =
+        status.changes.iter().map(|change| (change.from.as_str(), change.to.as_str())).collect();
     assert_eq!(changes.first(), Some(&("joining", "ready")), "{changes:?}");
 }
 
@@ -111,7 +112,8 @@ fn a_pulled_cable_is_noticed_and_forgiven() {
     wait_until("the node is lost", || cluster.status("cellar").state == "lost");
     cluster.check(&batch(LAYERS[0], 2, 1));
     let status = cluster.status("cellar");
-    let changes: Vec<_> = status.changes.iter().map(|change| (change.to, change.why.as_str())).collect();
+    let changes: Vec<_> =
+        status.changes.iter().map(|change| (change.to.as_str(), change.why.as_str())).collect();
     assert!(changes.iter().any(|(to, why)| *to == "suspect" && why.contains("no pulse")), "{changes:?}");
     assert!(changes.iter().any(|(to, why)| *to == "lost" && why.contains("no pulse")), "{changes:?}");
 

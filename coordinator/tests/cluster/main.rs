@@ -3,12 +3,16 @@
 
 mod admission;
 mod discovery;
+mod fake;
 mod faults;
+mod hedging;
+mod hints;
 mod leases;
 mod liveness;
 mod peers;
 mod shards;
 mod support;
+mod times;
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;

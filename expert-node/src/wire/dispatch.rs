@@ -1,7 +1,7 @@
 //! Dispatches (rows, experts, gates) and the sums that answer them.
 
 use prost::Message as _;
-use shimmer_common::experts::{ExpertLayout, ExpertWork, RoutedBatch, RoutedRow};
+use shimmer_common::experts::{ExpertLayout, ExpertWork, Lookahead, RoutedBatch, RoutedRow};
 use shimmer_common::fixed::FixedRows;
 use shimmer_common::kernels::{Activations, GROUP, QuantRows};
 use shimmer_proto::v1;
@@ -10,6 +10,9 @@ use super::{WireError, floats_from_le, floats_to_le};
 
 /// Most rows of one dispatch.
 pub const MAX_ROWS: usize = 16_384;
+
+/// Most hints of one dispatch.
+pub const MAX_HINTS: usize = 8;
 
 /// Message size accepted by both sides: enough for [`MAX_ROWS`] rows of a hidden size of 6144 as
 /// int8, or 8192 rows of packed sums at five bytes.
@@ -79,12 +82,42 @@ fn pick<T: Copy>(values: &[T], rows: &[usize], width: usize) -> Option<Vec<T>> {
     Some(out)
 }
 
+/// Checks the hints of a dispatch.
+///
+/// # Errors
+/// [`WireError`] naming a layer or expert the model does not have, or one named twice.
+pub fn hints_from_wire(wire: &v1::Dispatch, layout: &ExpertLayout) -> Result<Vec<Lookahead>, WireError> {
+    let bad = |what: String| WireError::new("dispatch", what);
+    if wire.hints.len() > MAX_HINTS {
+        return Err(bad(format!("{} hints, allowed are {MAX_HINTS}", wire.hints.len())));
+    }
+    let mut hints: Vec<Lookahead> = Vec::with_capacity(wire.hints.len());
+    for hint in &wire.hints {
+        let layer = u16::try_from(hint.layer).ok().filter(|layer| hints.iter().all(|h| h.layer != *layer));
+        let layer = layer.ok_or_else(|| bad(format!("a hint for layer {}", hint.layer)))?;
+        let known = layout.layers.get(&layer).map_or(0, Vec::len);
+        if hint.experts.len() > known {
+            return Err(bad(format!("a hint of {} experts for layer {layer}", hint.experts.len())));
+        }
+        let mut seen = vec![false; known];
+        let mut experts = Vec::with_capacity(hint.experts.len());
+        for &expert in &hint.experts {
+            let slot = seen.get_mut(expert as usize).filter(|seen| !**seen);
+            *slot.ok_or_else(|| bad(format!("a hint of expert {expert} of layer {layer}")))? = true;
+            experts.push(expert as u16);
+        }
+        hints.push(Lookahead { layer, experts });
+    }
+    Ok(hints)
+}
+
 /// Decodes and checks a serialised dispatch, as a node does with what the network gives it.
 ///
 /// # Errors
 /// [`WireError`]; never panics, whatever the bytes are.
 pub fn decode_dispatch(bytes: &[u8], layout: &ExpertLayout) -> Result<(u64, RoutedBatch), WireError> {
     let wire = v1::Dispatch::decode(bytes).map_err(|e| WireError::new("dispatch", e.to_string()))?;
+    hints_from_wire(&wire, layout)?;
     Ok((wire.id, dispatch_from_wire(&wire, layout)?))
 }
 
@@ -278,6 +311,29 @@ mod tests {
         bad.scales =
             bad.scales.chunks(4).flat_map(|_| f32::INFINITY.to_le_bytes()).collect::<Vec<u8>>().into();
         assert!(dispatch_from_wire(&bad, &layout).is_err(), "infinite scale");
+    }
+
+    #[test]
+    fn hints_name_experts_the_model_has_each_once() {
+        let layout = layout(Format::Int8Row);
+        let hint = |layer, experts: &[u32]| v1::Hint { layer, experts: experts.to_vec() };
+        let of = |hints: Vec<v1::Hint>| {
+            hints_from_wire(&v1::Dispatch { hints, ..v1::Dispatch::default() }, &layout)
+        };
+        let good = of(vec![hint(3, &[7, 0, 5])]).unwrap();
+        assert_eq!(good, [Lookahead { layer: 3, experts: vec![7, 0, 5] }]);
+        for bad in [
+            vec![hint(4, &[0])],
+            vec![hint(3 + (1 << 16), &[0])],
+            vec![hint(3, &[8])],
+            vec![hint(3, &[1, 1])],
+            vec![hint(3, &[u32::MAX])],
+            vec![hint(3, &[0]), hint(3, &[1])],
+            vec![hint(3, &[0; 9])],
+            vec![hint(3, &[]); MAX_HINTS + 1],
+        ] {
+            assert!(of(bad.clone()).is_err(), "{bad:?}");
+        }
     }
 
     /// Whatever arrives: an error or a batch that fits, never a panic.

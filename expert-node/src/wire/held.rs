@@ -32,7 +32,15 @@ impl Held {
     /// # Errors
     /// [`WireError`] when the length is not that of the layout or a bit past the last expert is set.
     pub fn from_wire(layout: &ExpertLayout, bytes: &[u8]) -> Result<Self, WireError> {
-        let mut held = Self::none(layout);
+        Self::none(layout).another(bytes)
+    }
+
+    /// Reads the wire form of another set of the same model.
+    ///
+    /// # Errors
+    /// As [`Held::from_wire`].
+    pub fn another(&self, bytes: &[u8]) -> Result<Self, WireError> {
+        let mut held = self.clone();
         if bytes.len() != held.bits.len() {
             let what = format!("{} bytes for {} experts", bytes.len(), held.experts);
             return Err(WireError::new("expert set", what));

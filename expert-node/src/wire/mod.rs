@@ -10,7 +10,8 @@ mod layout;
 mod peer;
 
 pub use dispatch::{
-    MAX_MESSAGE_BYTES, MAX_ROWS, decode_dispatch, decode_sums, dispatch_from_wire, dispatch_to_wire,
+    MAX_HINTS, MAX_MESSAGE_BYTES, MAX_ROWS, decode_dispatch, decode_sums, dispatch_from_wire,
+    dispatch_to_wire, hints_from_wire,
 };
 pub use held::Held;
 pub use layout::{layout_from_wire, layout_to_wire};

@@ -383,7 +383,8 @@ pub struct Failure {
 pub struct Reply {
     #[prost(uint64, tag = "1")]
     pub id: u64,
-    /// Microseconds spent waiting, reading records (added over threads) and computing.
+    /// Microseconds spent waiting in the queue, waiting for records to be read with nothing else to do, and
+    /// the rest: their sum is the time from the arrival of the dispatch to its answer.
     #[prost(uint32, tag = "4")]
     pub queue_us: u32,
     #[prost(uint32, tag = "5")]

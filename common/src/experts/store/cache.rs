@@ -180,6 +180,21 @@ impl Cache {
         number
     }
 
+    /// Ends the guesses for the layers that are over, as if nothing of them had been asked for.
+    pub(super) fn end_guesses(&self, is_over: impl Fn(u16) -> bool) {
+        let mut table = self.lock();
+        for layer in table.guesses.layers().into_iter().filter(|&layer| is_over(layer)) {
+            for wrong in table.guesses.layer_begins(layer, &[]) {
+                table.call_off(wrong);
+            }
+        }
+    }
+
+    /// Whether the first of a list of guesses would be worth a read.
+    pub(super) fn guesses_pay(&self) -> bool {
+        self.lock().guesses.pays(0)
+    }
+
     /// Looks up the experts `wanted` by a call. Hits are taken before any slot is given away, so that a
     /// miss never evicts an expert of the same request.
     pub(super) fn claim(&self, call: u64, why: Why, wanted: &[Wanted], arrivals: &Sender<Arrival>) -> Claims {

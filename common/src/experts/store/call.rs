@@ -2,7 +2,7 @@
 //! slots are short.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::super::{ExpertError, ExpertWork};
 use super::cache::{Arrival, Outcome, Record, Wanted};
@@ -14,6 +14,19 @@ use crate::kernels::Activations;
 /// While slots are short, this many experts per thread are computed before slots are asked for again:
 /// few, so that the disk goes on soon, and enough to keep all threads busy.
 const WAVE_PER_THREAD: usize = 2;
+
+/// Where the records of one call were.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CallTally {
+    /// Experts found in RAM, or already on their way.
+    pub hits: usize,
+    /// Experts read because this call asked for them.
+    pub misses: usize,
+    /// Bytes of those.
+    pub read_bytes: usize,
+    /// Time with nothing to compute before a record was read.
+    pub disk_wait: Duration,
+}
 
 /// One layer's work in progress.
 pub(super) struct Call<'a> {
@@ -28,6 +41,7 @@ pub(super) struct Call<'a> {
     awaited: usize,
     arrivals: Receiver<Arrival>,
     sender: Sender<Arrival>,
+    tally: CallTally,
 }
 
 impl<'a> Call<'a> {
@@ -45,13 +59,23 @@ impl<'a> Call<'a> {
         let pending = (0..job.items.len()).collect();
         let experts: Vec<u16> = job.items.iter().map(|item| item.id.index).collect();
         let number = core.cache.begin(layer, &experts);
-        let mut call = Self { core, number, job, pending, ready: Vec::new(), awaited: 0, arrivals, sender };
+        let mut call = Self {
+            core,
+            number,
+            job,
+            pending,
+            ready: Vec::new(),
+            awaited: 0,
+            arrivals,
+            sender,
+            tally: CallTally::default(),
+        };
         call.request(Why::Demand);
         Ok(call)
     }
 
     /// Computes everything.
-    pub(super) fn finish(mut self) -> Result<FixedRows, ExpertError> {
+    pub(super) fn finish(mut self) -> Result<(FixedRows, CallTally), ExpertError> {
         loop {
             if !self.ready.is_empty() {
                 self.compute()?;
@@ -67,7 +91,7 @@ impl<'a> Call<'a> {
             }
             self.request(Why::Demand);
         }
-        Ok(self.job.sums())
+        Ok((self.job.sums(), self.tally))
     }
 
     /// Computes what is ready, or a part of it while others wait for its slots.
@@ -96,7 +120,11 @@ impl<'a> Call<'a> {
         };
         let wanted: Vec<_> = self.pending.drain(..).map(wanted).collect();
         let claims = self.core.cache.claim(self.number, why, &wanted, &self.sender);
-        self.core.counters.claimed(claims.hits.len() + claims.awaited, claims.loads.len());
+        let (hits, misses) = (claims.hits.len() + claims.awaited, claims.loads.len());
+        self.core.counters.claimed(hits, misses);
+        self.tally.hits += hits;
+        self.tally.misses += misses;
+        self.tally.read_bytes += claims.loads.iter().map(|load| load.slot.len()).sum::<usize>();
         self.awaited += claims.awaited + claims.loads.len();
         self.ready.extend(claims.hits);
         self.pending.extend(claims.refused);
@@ -111,7 +139,9 @@ impl<'a> Call<'a> {
         let begun = Instant::now();
         // The call keeps a sender of its own, so the channel cannot close while it waits.
         let first = self.arrivals.recv();
-        self.core.counters.waited(begun.elapsed());
+        let waited = begun.elapsed();
+        self.core.counters.waited(waited);
+        self.tally.disk_wait += waited;
         if let Ok(first) = first {
             self.take(first)?;
         }

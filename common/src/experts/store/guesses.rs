@@ -103,6 +103,11 @@ impl Guesses {
         wrong
     }
 
+    /// The layers with a guess.
+    pub fn layers(&self) -> Vec<u16> {
+        self.live.keys().copied().collect()
+    }
+
     /// Whether a coming layer is expected to ask for `id`.
     pub fn is_live(&self, id: &ExpertId) -> bool {
         self.live.get(&id.layer).is_some_and(|guess| guess.contains(id))

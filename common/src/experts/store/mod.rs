@@ -35,19 +35,23 @@ mod room;
 mod stats;
 mod watch;
 
+pub use call::CallTally;
 pub use policy::{EvictionPolicy, LearnedFrequency, SharedUsage};
 pub use stats::StoreStats;
 pub use watch::MemoryWatch;
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use self::cache::{Cache, Load, Why};
 use self::call::Call;
 use self::keeper::{Keeper, Signal};
 use self::loader::Loader;
 use self::stats::Counters;
+use super::times::Tiers;
 use super::{
-    ExpertCompute, ExpertError, ExpertId, ExpertLayout, ExpertSource, ExpertWork, Lookahead, RoutedBatch,
+    Ahead, ExpertCompute, ExpertError, ExpertId, ExpertLayout, ExpertSource, ExpertTimes, ExpertWork,
+    Lookahead, RoutedBatch,
 };
 use crate::fixed::FixedRows;
 use crate::io::{Class, IoOptions};
@@ -237,7 +241,38 @@ impl LocalStore {
         x: &Activations,
         work: &[ExpertWork],
     ) -> Result<FixedRows, ExpertError> {
-        Call::begin(&self.core, layer, x, work)?.finish()
+        Ok(self.compute_tallied(layer, x, work, &mut || {})?.0)
+    }
+
+    /// As [`ExpertCompute::compute`], and says where the records were.
+    ///
+    /// # Errors
+    /// [`ExpertError`] names the expert.
+    pub fn compute_tallied(
+        &self,
+        layer: u16,
+        x: &Activations,
+        work: &[ExpertWork],
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<(FixedRows, CallTally), ExpertError> {
+        let begun = Instant::now();
+        let call = Call::begin(&self.core, layer, x, work);
+        let asked = begun.elapsed();
+        meanwhile();
+        let begun = Instant::now();
+        let result = call.and_then(Call::finish);
+        self.core.counters.called(asked + begun.elapsed());
+        result
+    }
+
+    /// Ends the guesses for all layers for which `is_over` holds, as wrong ones.
+    pub fn end_guesses(&self, is_over: impl Fn(u16) -> bool) {
+        self.core.cache.end_guesses(is_over);
+    }
+
+    /// Whether the most probable expert of a guess would be read now.
+    pub fn guesses_pay(&self) -> bool {
+        self.core.cache.guesses_pay()
     }
 }
 
@@ -272,9 +307,7 @@ impl Core {
 
 impl ExpertCompute for LocalStore {
     fn compute(&self, batch: &RoutedBatch, meanwhile: &mut dyn FnMut()) -> Result<FixedRows, ExpertError> {
-        let call = Call::begin(&self.core, batch.layer, &batch.x, &batch.work);
-        meanwhile();
-        call?.finish()
+        Ok(self.compute_tallied(batch.layer, &batch.x, &batch.work, meanwhile)?.0)
     }
 
     fn layout(&self) -> &ExpertLayout {
@@ -290,8 +323,22 @@ impl ExpertCompute for LocalStore {
         }
     }
 
-    fn wants_lookahead(&self) -> bool {
-        self.core.cache.capacity() < self.core.all_bytes || self.core.cache.resident() < self.core.experts
+    fn lookahead(&self) -> Ahead {
+        let all_resident = self.core.cache.capacity() >= self.core.all_bytes
+            && self.core.cache.resident() >= self.core.experts;
+        if all_resident { Ahead::NONE } else { Ahead::MEANWHILE }
+    }
+
+    fn times(&self) -> ExpertTimes {
+        let stats = self.core.counters.read();
+        let seconds = |us: u64| us as f64 / 1e6;
+        ExpertTimes {
+            local_s: seconds(stats.call_us),
+            local_disk_s: seconds(stats.wait_us),
+            local_experts: stats.computed,
+            tiers: Tiers { local_memory: stats.hits, local_disk: stats.misses, ..Tiers::default() },
+            ..ExpertTimes::default()
+        }
     }
 }
 

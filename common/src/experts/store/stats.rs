@@ -16,6 +16,8 @@ pub struct StoreStats {
     pub bytes_read: u64,
     /// Microseconds in which calls had nothing to compute and waited for a read.
     pub wait_us: u64,
+    /// Microseconds in calls, the callers' own work meanwhile not counted.
+    pub call_us: u64,
     /// Microseconds in which at least one read was under way.
     pub disk_busy_us: u64,
     /// Bytes of reads begun on a guess.
@@ -48,6 +50,7 @@ pub(super) struct Counters {
     misses: AtomicU64,
     bytes_read: AtomicU64,
     wait_us: AtomicU64,
+    call_us: AtomicU64,
 }
 
 impl Counters {
@@ -72,6 +75,11 @@ impl Counters {
         self.wait_us.fetch_add(u64::try_from(time.as_micros()).unwrap_or(u64::MAX), Ordering::Relaxed);
     }
 
+    /// Adds the time a call took.
+    pub fn called(&self, time: Duration) {
+        self.call_us.fetch_add(u64::try_from(time.as_micros()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
     /// The values now; what others count is left at zero.
     pub fn read(&self) -> StoreStats {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -81,6 +89,7 @@ impl Counters {
             misses: read(&self.misses),
             bytes_read: read(&self.bytes_read),
             wait_us: read(&self.wait_us),
+            call_us: read(&self.call_us),
             ..StoreStats::default()
         }
     }

@@ -1,11 +1,10 @@
 //! Sees every routed batch on its way to whoever computes it: counts it and, where asked, writes it down.
 
 use std::io::Write;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::super::store::SharedUsage;
-use super::super::{ExpertCompute, ExpertError, ExpertLayout, Lookahead, RoutedBatch};
+use super::super::{Ahead, ExpertCompute, ExpertError, ExpertLayout, ExpertTimes, Lookahead, RoutedBatch};
 use super::trace::{RouteBatch, TraceError, TraceEvent, TraceShape, TraceWriter};
 use crate::fixed::FixedRows;
 
@@ -43,24 +42,22 @@ impl TraceSink {
     }
 }
 
-/// Passes everything on to `inner` and changes nothing of it, but for guesses that look too far ahead.
+/// Passes everything on to `inner` and changes nothing of it, but for how far ahead is guessed.
 pub struct ObservedExperts {
     inner: Arc<dyn ExpertCompute>,
     usage: SharedUsage,
     trace: Option<TraceSink>,
     /// Layers looked ahead at most.
     lookahead: usize,
-    /// Guesses since the last batch: the nearest layer comes first.
-    guesses: AtomicUsize,
 }
 
 impl ObservedExperts {
     /// Counts in `usage` and writes to `trace`.
     pub fn new(inner: Arc<dyn ExpertCompute>, usage: SharedUsage, trace: Option<TraceSink>) -> Self {
-        Self { inner, usage, trace, lookahead: usize::MAX, guesses: AtomicUsize::new(0) }
+        Self { inner, usage, trace, lookahead: usize::MAX }
     }
 
-    /// Passes on guesses for the next `layers` layers only.
+    /// Asks for guesses for the next `layers` layers only.
     pub fn look_ahead_at_most(self, layers: usize) -> Self {
         Self { lookahead: layers, ..self }
     }
@@ -73,7 +70,6 @@ impl ExpertCompute for ObservedExperts {
         if let Some(trace) = &self.trace {
             trace.write(batch);
         }
-        self.guesses.store(0, Ordering::Relaxed);
         self.inner.compute(batch, meanwhile)
     }
 
@@ -82,13 +78,16 @@ impl ExpertCompute for ObservedExperts {
     }
 
     fn prefetch(&self, ahead: &Lookahead) {
-        if self.guesses.fetch_add(1, Ordering::Relaxed) < self.lookahead {
-            self.inner.prefetch(ahead);
-        }
+        self.inner.prefetch(ahead);
     }
 
-    fn wants_lookahead(&self) -> bool {
-        self.lookahead > 0 && self.inner.wants_lookahead()
+    fn lookahead(&self) -> Ahead {
+        let wanted = self.inner.lookahead();
+        Ahead { depth: wanted.depth.min(self.lookahead), ..wanted }
+    }
+
+    fn times(&self) -> ExpertTimes {
+        self.inner.times()
     }
 }
 
@@ -120,28 +119,23 @@ mod tests {
             self.1.lock().unwrap().push(ahead.layer);
         }
 
-        fn wants_lookahead(&self) -> bool {
-            true
+        fn lookahead(&self) -> Ahead {
+            Ahead { depth: 3, before_sending: true }
         }
     }
 
     #[test]
-    fn guesses_beyond_the_limit_end_here_and_each_batch_begins_anew() {
-        for (limit, passed) in [(0, vec![]), (1, vec![4, 5]), (2, vec![4, 5, 5, 6])] {
+    fn guesses_go_no_further_than_the_limit_and_are_passed_on() {
+        for limit in [0, 1, 2, 7] {
             let inner = Arc::new(Guessed(MemorySource::new(4, 64, 64), Mutex::default()));
             let counts = Arc::new(Mutex::new(Usage::default()));
             let observed =
                 ObservedExperts::new(Arc::clone(&inner) as _, counts, None).look_ahead_at_most(limit);
-            assert_eq!(observed.wants_lookahead(), limit > 0);
-            for layer in [3, 4] {
-                for ahead in 1..=3 {
-                    observed.prefetch(&Lookahead { layer: layer + ahead, experts: vec![0] });
-                }
-                let x = Activations::from_f32(noise(1, 64), 64).quantized();
-                let batch = RoutedBatch::from_routes(1, x, &[2], &[1.0], 1);
-                observed.compute(&batch, &mut || {}).unwrap();
-            }
-            assert_eq!(*inner.1.lock().unwrap(), passed);
+            assert_eq!(observed.lookahead(), Ahead { depth: limit.min(3), before_sending: true });
+            observed.prefetch(&Lookahead { layer: 4, experts: vec![0] });
+            let x = Activations::from_f32(noise(1, 64), 64).quantized();
+            observed.compute(&RoutedBatch::from_routes(1, x, &[2], &[1.0], 1), &mut || {}).unwrap();
+            assert_eq!(*inner.1.lock().unwrap(), [4]);
         }
     }
 }

@@ -19,7 +19,7 @@ use crate::cli::error::CliError;
 use crate::cli::interrupt::Interrupt;
 use crate::cli::model_args::{ModelArgs, parse_positive};
 use crate::cli::output;
-use crate::decode::{Engine, GenerateRequest, SamplingParams, Session};
+use crate::decode::{Engine, GenerateRequest, SamplingParams, Session, TimeReport};
 
 /// Arguments of `shimmer bench decode`.
 #[derive(Args, Clone, Debug)]
@@ -71,6 +71,8 @@ struct Run {
     prefetch_issued_bytes: u64,
     prefetch_used_bytes: u64,
     prefetch_wasted_bytes: u64,
+    /// Where the measured seconds went; with drafts those of the prompt, too.
+    time: TimeReport,
 }
 
 impl Run {
@@ -170,6 +172,7 @@ struct Steps {
     accepted: usize,
     prompt_s: f64,
     stats: (StoreStats, StoreStats),
+    time: TimeReport,
 }
 
 impl Bench<'_> {
@@ -216,6 +219,7 @@ impl Bench<'_> {
             prefetch_issued_bytes: after.prefetch_issued_bytes - before.prefetch_issued_bytes,
             prefetch_used_bytes: after.prefetch_used_bytes - before.prefetch_used_bytes,
             prefetch_wasted_bytes: after.prefetch_wasted_bytes - before.prefetch_wasted_bytes,
+            time: steps.time,
         })
     }
 
@@ -244,6 +248,7 @@ impl Bench<'_> {
         }
         steps.prompt_s = started.elapsed().as_secs_f64();
         steps.stats.0 = session::counters(subject);
+        let before = model.expert_times();
         let all = Instant::now();
         for &id in ids {
             if self.interrupt.requested() {
@@ -255,6 +260,7 @@ impl Bench<'_> {
             steps.step_ms.push(started.elapsed().as_secs_f64() * 1e3);
         }
         steps.seconds = all.elapsed().as_secs_f64();
+        steps.time = TimeReport::new(steps.seconds, model.expert_times().since(&before));
         steps.tokens = ids.len();
         steps.stats.1 = session::counters(subject);
         Ok(steps)
@@ -300,6 +306,7 @@ impl Bench<'_> {
             drafted: stats.drafted,
             accepted: stats.accepted,
             prompt_s: stats.prefill_s,
+            time: *stats.time,
             stats: (before, session::counters(subject)),
         })
     }
@@ -428,6 +435,7 @@ mod tests {
             prefetch_issued_bytes: 0,
             prefetch_used_bytes: 0,
             prefetch_wasted_bytes: 0,
+            time: TimeReport::default(),
         };
         let token = TokenBytes { dense: 10_000_000, routed: 10_000_000 };
         assert_eq!(run.ms_per_token(), 100.0);

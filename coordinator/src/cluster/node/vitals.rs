@@ -111,7 +111,13 @@ impl Node {
         vitals.latest = Some(Instant::now());
         vitals.instance = Some(pulse.instance.to_vec());
         vitals.refused = pulse.refused.chars().filter(|c| !c.is_control()).take(300).collect();
-        vitals.load = pulse.load.or(vitals.load.take());
+        if let Some(mut load) = pulse.load {
+            if let Ok(resident) = inner.held.another(&std::mem::take(&mut load.resident)) {
+                inner.resident = resident;
+            }
+            inner.measurement = load.measurement.or(inner.measurement);
+            vitals.load = Some(load);
+        }
         vitals.rtts_us.push_back(u32::try_from(rtt.as_micros()).unwrap_or(u32::MAX));
         if vitals.rtts_us.len() > KEPT_RTTS {
             vitals.rtts_us.pop_front();

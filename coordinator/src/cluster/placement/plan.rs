@@ -37,6 +37,11 @@ impl Placement {
         self.workers.get(usize::from(owner?)).map(|w| w.id.as_str())
     }
 
+    /// Whether a machine may be given work by choice: everybody before there is a plan.
+    pub fn takes_part(&self, id: &str) -> bool {
+        self.workers.is_empty() || self.workers.iter().any(|w| w.id == id)
+    }
+
     /// The experts a machine should hold: its own and its spare copies.
     pub fn assigned(&self, layout: &ExpertLayout, member: &str) -> Held {
         let mut held = Held::none(layout);

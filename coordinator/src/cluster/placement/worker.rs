@@ -51,12 +51,12 @@ impl Rates {
     }
 
     /// Seconds to compute a resident expert of `bytes`.
-    pub(super) fn resident_s(&self, bytes: f64) -> f64 {
+    pub(in super::super) fn resident_s(&self, bytes: f64) -> f64 {
         bytes / self.gemv_bytes_per_s
     }
 
     /// Seconds to read and compute one that is not.
-    pub(super) fn cold_s(&self, bytes: f64) -> f64 {
+    pub(in super::super) fn cold_s(&self, bytes: f64) -> f64 {
         bytes / self.disk_bytes_per_s + self.resident_s(bytes)
     }
 

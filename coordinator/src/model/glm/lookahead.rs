@@ -8,12 +8,14 @@ use crate::model::lookahead::{Guesses, LOOKAHEAD_DEPTH, by_weight, sampled_rows}
 use crate::model::rows::{Rows, activations, project};
 
 impl Glm {
-    /// Hints at the experts of the layers after `layer`, guessed from the residual stream `x` inside it.
-    pub(super) fn look_ahead(&self, layer: &Layer, x: &Rows, guesses: &mut Guesses) {
-        if !self.experts.wants_lookahead() {
+    /// Hints at the experts of at most `depth` layers after `layer`, guessed from the residual stream `x`
+    /// inside it.
+    pub(super) fn look_ahead(&self, layer: &Layer, x: &Rows, depth: usize, guesses: &mut Guesses) {
+        if depth == 0 {
             return;
         }
-        let coming = self.weights.layers.iter().skip(usize::from(layer.index) + 1).take(LOOKAHEAD_DEPTH);
+        let depth = depth.min(LOOKAHEAD_DEPTH);
+        let coming = self.weights.layers.iter().skip(usize::from(layer.index) + 1).take(depth);
         let mut sampled = Rows::empty(x.width);
         sampled_rows(x.rows()).for_each(|r| sampled.data.extend_from_slice(x.row(r)));
         for (distance, layer) in (1..).zip(coming) {

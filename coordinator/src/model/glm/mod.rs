@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use shimmer_common::container::config::GlmConfig;
 use shimmer_common::container::{Container, ContainerError};
-use shimmer_common::experts::{ExpertCompute, ExpertError};
+use shimmer_common::experts::{ExpertCompute, ExpertError, ExpertTimes};
 use shimmer_common::kernels::Kernels;
 use shimmer_common::math::Rope;
 use shimmer_common::quant::Matrix;
@@ -141,7 +141,7 @@ impl Glm {
     ) -> Result<Rows, ExpertError> {
         match &layer.mlp {
             Mlp::Dense(ffn) => {
-                self.look_ahead(layer, x, guesses);
+                self.look_ahead(layer, x, self.experts.lookahead().depth, guesses);
                 Ok(ffn.run(self.kernels, &activations(normed, &[&ffn.gate, &ffn.up])))
             }
             Mlp::Sparse { gate, e_score_correction_bias, shared_experts } => {
@@ -152,10 +152,16 @@ impl Glm {
                 let k = self.config.num_experts_per_tok;
                 recorder.rows("router_logits", &logits);
                 routes.record(k, recorder);
+                let ahead = self.experts.lookahead();
+                // Adding the shared expert to `x` first was measured not to improve the guesses.
+                if ahead.before_sending {
+                    self.look_ahead(layer, x, ahead.depth, guesses);
+                }
                 let mut shared = Rows::default();
                 let mut meanwhile = || {
-                    // Adding the shared expert to `x` first was measured not to improve the guesses.
-                    self.look_ahead(layer, x, guesses);
+                    if !ahead.before_sending {
+                        self.look_ahead(layer, x, ahead.depth, guesses);
+                    }
                     shared = shared_experts.run(self.kernels, &input);
                 };
                 let mut y = routed_sum(&*self.experts, layer.index, &input, &routes, k, &mut meanwhile)?;
@@ -238,6 +244,10 @@ impl LanguageModel for Glm {
 
     fn lookahead(&self) -> LookaheadStats {
         self.lookahead.stats()
+    }
+
+    fn expert_times(&self) -> ExpertTimes {
+        self.experts.times()
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use shimmer_common::container::ContainerError;
 use shimmer_common::container::config::OlmoeConfig;
-use shimmer_common::experts::{ExpertCompute, ExpertError};
+use shimmer_common::experts::{ExpertCompute, ExpertError, ExpertTimes};
 use shimmer_common::kernels::Kernels;
 use shimmer_common::math::{self, Rope};
 
@@ -178,5 +178,9 @@ impl LanguageModel for Olmoe {
 
     fn truncate(&self, seq: &mut Sequence, len: usize) {
         seq.truncate(len);
+    }
+
+    fn expert_times(&self) -> ExpertTimes {
+        self.experts.times()
     }
 }

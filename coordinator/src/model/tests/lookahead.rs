@@ -2,7 +2,7 @@
 
 use std::sync::Mutex;
 
-use shimmer_common::experts::{ExpertError, ExpertLayout, Lookahead, RoutedBatch};
+use shimmer_common::experts::{Ahead, ExpertError, ExpertLayout, Lookahead, RoutedBatch};
 use shimmer_common::fixed::FixedRows;
 
 use super::*;
@@ -11,6 +11,7 @@ use super::*;
 struct Curious {
     inner: Arc<dyn ExpertCompute>,
     events: Mutex<Vec<Event>>,
+    ahead: Ahead,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -33,14 +34,14 @@ impl ExpertCompute for Curious {
         self.events.lock().unwrap().push(Event::Guess(ahead.clone()));
     }
 
-    fn wants_lookahead(&self) -> bool {
-        true
+    fn lookahead(&self) -> Ahead {
+        self.ahead
     }
 }
 
-fn curious(case: &str) -> (Arc<Curious>, Glm) {
+fn curious(case: &str, ahead: Ahead) -> (Arc<Curious>, Glm) {
     let experts = local_experts(&container(case), Kernels::best());
-    let curious = Arc::new(Curious { inner: experts, events: Mutex::new(Vec::new()) });
+    let curious = Arc::new(Curious { inner: experts, events: Mutex::new(Vec::new()), ahead });
     let model = load_glm(case, Some(curious.clone()));
     (curious, model)
 }
@@ -48,7 +49,7 @@ fn curious(case: &str) -> (Arc<Curious>, Glm) {
 #[test]
 fn guesses_precede_their_layer_and_change_nothing() {
     for case in ["demo-model", "tiny-groups", "colibri-container"] {
-        let (curious, model) = curious(case);
+        let (curious, model) = curious(case, Ahead::MEANWHILE);
         let plain = load_glm(case, None);
         let tokens: Vec<u32> = (0..40).map(|i| (i * 37 + 5) % model.info().vocab_size as u32).collect();
         let run = |model: &Glm| {
@@ -90,7 +91,7 @@ fn guesses_precede_their_layer_and_change_nothing() {
 
 #[test]
 fn guesses_on_text_of_the_trained_model_are_mostly_right() {
-    let (_, model) = curious("demo-model");
+    let (_, model) = curious("demo-model", Ahead::MEANWHILE);
     let prompts = json(&data("demo-model").join("expected/prompts.json"));
     for prompt in prompts.as_object().unwrap().values() {
         let mut seq = model.new_sequence(false);
@@ -103,4 +104,23 @@ fn guesses_on_text_of_the_trained_model_are_mostly_right() {
     let recall = model.lookahead().map(|recall| recall.ratio().unwrap());
     println!("recall by distance: {recall:.3?}");
     assert!(recall[0] > 0.5 && recall[0] > recall[1] && recall[1] > recall[2], "{recall:?}");
+}
+
+#[test]
+fn guesses_come_before_the_call_and_no_deeper_where_that_is_wanted() {
+    let (curious, model) = curious("demo-model", Ahead { depth: 1, before_sending: true });
+    model.forward(&mut model.new_sequence(false), &[3, 1, 4], None).unwrap();
+    let events = curious.events.lock().unwrap();
+    let mut guessed = std::collections::BTreeSet::new();
+    for event in events.iter() {
+        match event {
+            Event::Guess(guess) => assert!(guessed.insert(guess.layer), "every layer is guessed once"),
+            Event::Compute(layer) => {
+                let is_last = usize::from(*layer) + 1 == model.info().num_layers;
+                assert_eq!(guessed.contains(&(layer + 1)), !is_last, "before the layer is sent");
+                assert!(!guessed.contains(&(layer + 2)), "one layer deep");
+            }
+        }
+    }
+    assert!(events.len() > 2);
 }

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::*;
+use crate::experts::Ahead;
 use crate::experts::testing::GatedSource;
 
 fn id(layer: u16, index: u16) -> ExpertId {
@@ -53,7 +54,7 @@ fn bytes(source: &MemorySource, layer: u16, experts: &[u16]) -> u64 {
 #[test]
 fn a_right_guess_is_read_once_and_becomes_the_demand() {
     let (source, disk, store) = gated(EXPERTS);
-    assert!(store.wants_lookahead());
+    assert_eq!(store.lookahead(), Ahead::MEANWHILE);
     store.prefetch(&ahead(2, &[3, 5]));
     eventually("the first guess", || !disk.begun().is_empty());
     let batch = one(2, &[3, 5]);
@@ -93,6 +94,19 @@ fn a_wrong_guess_is_called_off_and_a_new_one_replaces_the_old() {
     assert_eq!(stats.prefetch_cancelled_bytes, bytes(&source, 2, &[1, 2, 4]));
     assert_eq!((stats.guessed, stats.guessed_right, stats.guessable), (2, 0, 1));
     assert_eq!(disk.begun(), [id(2, 0), id(2, 7)]);
+}
+
+#[test]
+fn guesses_of_layers_that_are_over_end_as_wrong_ones() {
+    let (_, disk, store) = gated(EXPERTS);
+    store.prefetch(&ahead(1, &[0, 4]));
+    store.prefetch(&ahead(2, &[3, 5]));
+    eventually("the first guess", || !disk.begun().is_empty());
+    store.end_guesses(|layer| layer == 2);
+    let stats = store.stats();
+    assert_eq!((stats.guessed, stats.guessed_right), (2, 0), "only layer 2 is over");
+    assert!(stats.prefetch_cancelled_bytes > 0, "what had not begun is not read");
+    Opens(&disk);
 }
 
 #[test]
@@ -234,7 +248,7 @@ fn reading_everything_finds_the_first_damage_and_keeps_what_fits() {
     let all = store(&source, 2 * EXPERTS);
     all.read_all().unwrap();
     assert_eq!(all.core.cache.resident(), 2 * EXPERTS);
-    assert!(!all.wants_lookahead());
+    assert_eq!(all.lookahead(), Ahead::NONE);
     let before = all.stats().bytes_read;
     all.compute(&batch(1, 9, 5), &mut || {}).unwrap();
     assert_eq!((all.stats().misses, all.stats().bytes_read), (0, before));
