@@ -219,6 +219,7 @@ fn status(args: &StatusArgs) -> Result<(), NodeError> {
         None => (config.data_dir.join("shard"), Pack::open(&config.data_dir.join("shard"))),
     };
     let running = matches!(FileLock::try_acquire(&config.data_dir.join("lock")), Ok(None));
+    let unreachable = config.problem().filter(|_| running);
     let (experts, bytes, model) = match &held {
         Ok(pack) => (pack.ids().len(), pack.bytes(), Some(pack.fingerprint().to_string())),
         Err(_) => (0, 0, None),
@@ -234,6 +235,7 @@ fn status(args: &StatusArgs) -> Result<(), NodeError> {
             "experts": experts,
             "bytes": bytes,
             "model": model,
+            "unreachable": unreachable,
             "problem": held.err().map(|e| e.to_string()),
         })
         .to_string()
@@ -242,8 +244,9 @@ fn status(args: &StatusArgs) -> Result<(), NodeError> {
             Ok(_) => format!("{experts} experts, {bytes} bytes in {}", dir.display()),
             Err(error) => error.to_string(),
         };
+        let reach = unreachable.map_or(String::new(), |why| format!(", but cannot be dialled: {why}"));
         format!(
-            "node {} ({})\n{}\ncoordinator {}\nlisten {}\nmodel {}\nrecords {records}",
+            "node {} ({})\n{}{reach}\ncoordinator {}\nlisten {}\nmodel {}\nrecords {records}",
             settings.name,
             settings.id,
             if running { "running" } else { "not running" },
