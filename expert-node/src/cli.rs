@@ -51,7 +51,7 @@ enum LogFormat {
 #[derive(Subcommand)]
 enum Command {
     /// Join a cluster, fetch this PC's share of the experts and serve it
-    Join(JoinArgs),
+    Join(Box<JoinArgs>),
     /// Serve again after a join
     Start(DataArgs),
     /// Show what is in the data directory
@@ -129,7 +129,7 @@ pub fn main_with(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     };
     start_logging(cli.log_format);
     let done = match cli.command {
-        Command::Join(args) => join_and_run(args),
+        Command::Join(args) => join_and_run(*args),
         Command::Start(args) => NodeConfig::load(&args.data)
             .and_then(|config| bind(config.settings.listen).and_then(|listener| start(config, listener))),
         Command::Status(args) => status(&args).map(|()| Ended::Done),

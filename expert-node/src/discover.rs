@@ -24,8 +24,9 @@ pub const TXT_VERSION: &str = "v";
 
 /// How long the known addresses are tried before anything is asked of the network.
 const HEAD_START: Duration = Duration::from_millis(300);
-/// Most addresses dialled on the word of announcements, per attempt.
+/// Most addresses taken from one announcement, and dialled in one attempt: anybody can announce anything.
 const MOST_FOUND: usize = 16;
+const MOST_DIALLED: usize = 64;
 
 /// Where and how to look for the coordinator.
 #[derive(Clone, Debug)]
@@ -95,7 +96,7 @@ struct Tried {
 
 impl Tried {
     fn dial(&mut self, credentials: &Credentials, address: &str, timeout: Duration) {
-        if self.seen.insert(address.to_owned()) {
+        if self.seen.len() < MOST_DIALLED && self.seen.insert(address.to_owned()) {
             let (credentials, address) = (credentials.clone(), address.to_owned());
             self.attempts.spawn(async move {
                 let dialled = tls::connect(&credentials, &address, tls::COORDINATOR_NAME, timeout).await;
