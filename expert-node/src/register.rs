@@ -45,7 +45,7 @@ pub(crate) struct Registration {
 /// The client side of the coordinator's control port.
 pub(crate) struct Registrar {
     pub(crate) shared: Arc<Shared>,
-    credentials: Credentials,
+    pub(crate) credentials: Credentials,
     config: NodeConfig,
     port: u16,
     /// The connection, and where it leads to.
