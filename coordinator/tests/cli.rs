@@ -317,6 +317,7 @@ fn a_cluster_is_made_and_invites() {
     assert_eq!(token["addresses"], json!(["127.0.0.1:7420"]));
     let status = json_of(&run(dir.path(), &["cluster", "status", "--cluster", "c", "--json"]));
     assert_eq!(status["nodes"], json!([]));
+    refused(dir.path(), &["cluster", "revoke", "attic", "--cluster", "c"], 3, &["no node attic"]);
 }
 
 fn is_running(pid: u64) -> bool {

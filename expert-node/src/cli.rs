@@ -51,7 +51,7 @@ enum LogFormat {
 #[derive(Subcommand)]
 enum Command {
     /// Join a cluster, fetch this PC's share of the experts and serve it
-    Join(JoinArgs),
+    Join(Box<JoinArgs>),
     /// Serve again after a join
     Start(DataArgs),
     /// Show what is in the data directory
@@ -129,7 +129,7 @@ pub fn main_with(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     };
     start_logging(cli.log_format);
     let done = match cli.command {
-        Command::Join(args) => join_and_run(args),
+        Command::Join(args) => join_and_run(*args),
         Command::Start(args) => NodeConfig::load(&args.data)
             .and_then(|config| bind(config.settings.listen).and_then(|listener| start(config, listener))),
         Command::Status(args) => status(&args).map(|()| Ended::Done),
@@ -219,6 +219,7 @@ fn status(args: &StatusArgs) -> Result<(), NodeError> {
         None => (config.data_dir.join("shard"), Pack::open(&config.data_dir.join("shard"))),
     };
     let running = matches!(FileLock::try_acquire(&config.data_dir.join("lock")), Ok(None));
+    let unreachable = config.problem().filter(|_| running);
     let (experts, bytes, model) = match &held {
         Ok(pack) => (pack.ids().len(), pack.bytes(), Some(pack.fingerprint().to_string())),
         Err(_) => (0, 0, None),
@@ -234,6 +235,7 @@ fn status(args: &StatusArgs) -> Result<(), NodeError> {
             "experts": experts,
             "bytes": bytes,
             "model": model,
+            "unreachable": unreachable,
             "problem": held.err().map(|e| e.to_string()),
         })
         .to_string()
@@ -242,8 +244,9 @@ fn status(args: &StatusArgs) -> Result<(), NodeError> {
             Ok(_) => format!("{experts} experts, {bytes} bytes in {}", dir.display()),
             Err(error) => error.to_string(),
         };
+        let reach = unreachable.map_or(String::new(), |why| format!(", but cannot be dialled: {why}"));
         format!(
-            "node {} ({})\n{}\ncoordinator {}\nlisten {}\nmodel {}\nrecords {records}",
+            "node {} ({})\n{}{reach}\ncoordinator {}\nlisten {}\nmodel {}\nrecords {records}",
             settings.name,
             settings.id,
             if running { "running" } else { "not running" },

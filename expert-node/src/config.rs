@@ -1,7 +1,8 @@
 //! The data directory of a node: settings, identity and shard.
 //!
 //! `node.json` (settings, written by `join`), `node.key`, `node.crt`, `ca.crt` (identity), `lock`
-//! (held while the node runs) and `shard/` (records fetched from the coordinator).
+//! (held while the node runs), `problem` (why the
+//! coordinator cannot reach it) and `shard/` (records fetched from the coordinator).
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -18,6 +19,8 @@ use crate::files::{FileLock, read_private, write_private};
 use crate::tls::{self, Credentials};
 
 const SETTINGS_VERSION: u32 = 1;
+/// Where a running node keeps what is wrong with it.
+const PROBLEM: &str = "problem";
 
 /// What `join` writes and `start` reads.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -209,6 +212,25 @@ impl NodeConfig {
         known.insert(0, address.to_owned());
         known.truncate(KEPT);
         self.save()
+    }
+
+    /// Notes for `shimmer-node status` what is wrong with the running node; empty when nothing is.
+    ///
+    /// # Errors
+    /// [`NodeError::File`].
+    pub(crate) fn note_problem(&self, problem: &str) -> Result<(), NodeError> {
+        let path = self.data_dir.join(PROBLEM);
+        write_private(&path, problem.as_bytes()).map_err(|source| NodeError::File {
+            action: "write",
+            path,
+            source,
+        })
+    }
+
+    /// What was noted last.
+    pub(crate) fn problem(&self) -> Option<String> {
+        let noted = std::fs::read_to_string(self.data_dir.join(PROBLEM)).ok();
+        noted.filter(|problem| !problem.is_empty())
     }
 
     /// Takes the directory for this process.

@@ -24,8 +24,9 @@ pub const TXT_VERSION: &str = "v";
 
 /// How long the known addresses are tried before anything is asked of the network.
 const HEAD_START: Duration = Duration::from_millis(300);
-/// Most addresses dialled on the word of announcements, per attempt.
+/// Most addresses taken from one announcement, and dialled in one attempt: anybody can announce anything.
 const MOST_FOUND: usize = 16;
+const MOST_DIALLED: usize = 64;
 
 /// Where and how to look for the coordinator.
 #[derive(Clone, Debug)]
@@ -36,6 +37,8 @@ pub(crate) struct Search {
     pub(crate) discovery: bool,
     /// Interface to listen on; absent means those that lead to other machines.
     pub(crate) interface: Option<String>,
+    /// How long to go on listening when no known address answers.
+    pub(crate) listen: Duration,
 }
 
 impl Search {
@@ -56,10 +59,12 @@ impl Search {
         let mut browser: Option<Browser> = None;
         let head_start = tokio::time::sleep(HEAD_START);
         let until = tokio::time::sleep(timeout);
-        tokio::pin!(head_start, until);
+        let enough = tokio::time::sleep(self.listen);
+        tokio::pin!(head_start, until, enough);
         while discovery || !tried.attempts.is_empty() {
             let waiting = discovery && browser.is_none();
-            let nothing_known = waiting && tried.attempts.is_empty();
+            let idle = tried.attempts.is_empty();
+            let nothing_known = waiting && idle;
             tokio::select! {
                 Some(attempt) = tried.attempts.join_next() => match attempt {
                     Ok((address, Ok(channel))) => return Ok((channel, address)),
@@ -73,6 +78,7 @@ impl Search {
                 found = next(&mut browser), if browser.is_some() => {
                     found.iter().for_each(|address| tried.dial(credentials, address, timeout));
                 }
+                () = &mut enough, if idle => break,
                 () = &mut until => break,
                 else => break,
             }
@@ -90,7 +96,7 @@ struct Tried {
 
 impl Tried {
     fn dial(&mut self, credentials: &Credentials, address: &str, timeout: Duration) {
-        if self.seen.insert(address.to_owned()) {
+        if self.seen.len() < MOST_DIALLED && self.seen.insert(address.to_owned()) {
             let (credentials, address) = (credentials.clone(), address.to_owned());
             self.attempts.spawn(async move {
                 let dialled = tls::connect(&credentials, &address, tls::COORDINATOR_NAME, timeout).await;
@@ -209,10 +215,11 @@ mod tests {
         let certificate = rcgen::generate_simple_self_signed(Vec::new()).unwrap().cert.pem();
         let credentials = Credentials { ca_pem: certificate, identity: None };
         let addresses = vec!["127.0.0.1:1".to_owned(), "no address".to_owned()];
-        let search = Search { addresses, discovery: false, interface: None };
+        let listen = Duration::ZERO;
+        let search = Search { addresses, discovery: false, interface: None, listen };
         let why = runtime.block_on(search.reach(&credentials, Duration::from_secs(20))).unwrap_err();
         assert!(why.contains("127.0.0.1:1 ") && why.contains("no address is not an address"), "{why}");
-        let search = Search { addresses: Vec::new(), discovery: false, interface: None };
+        let search = Search { addresses: Vec::new(), ..search };
         let why = runtime.block_on(search.reach(&credentials, Duration::from_secs(20))).unwrap_err();
         assert_eq!(why, "no address is known");
     }

@@ -13,6 +13,9 @@ pub enum NodeError {
     /// The coordinator refused, and said why.
     #[error("{0}")]
     Refused(String),
+    /// Another process has this node's identity, as the coordinator sees it.
+    #[error("{0}")]
+    Twin(String),
     /// Model, protocol or numeric profile differ.
     #[error("{0}")]
     Mismatch(String),
@@ -80,6 +83,7 @@ impl NodeError {
             NodeError::Unreachable { .. } => 4,
             NodeError::Token(_)
             | NodeError::Refused(_)
+            | NodeError::Twin(_)
             | NodeError::File { .. }
             | NodeError::Listen { .. }
             | NodeError::Machine { .. } => 1,

@@ -103,6 +103,7 @@ pub fn join(token: &str, data_dir: &Path, options: JoinOptions) -> Result<NodeCo
         addresses: token.addresses.clone(),
         discovery: settings.discovery,
         interface: settings.interface.clone(),
+        listen: JOIN_TIMEOUT,
     };
     let (certificate, address) = runtime.block_on(ask(&search, &credentials, request))?;
     if !tls::names_of(&certificate).contains(&tls::node_name(&settings.id)) {
@@ -164,9 +165,9 @@ pub(crate) fn status_error(status: &tonic::Status) -> Option<NodeError> {
         | tonic::Code::PermissionDenied
         | tonic::Code::InvalidArgument
         | tonic::Code::AlreadyExists
-        | tonic::Code::Aborted
         | tonic::Code::ResourceExhausted
         | tonic::Code::Internal => Some(NodeError::Refused(sentence)),
+        tonic::Code::Aborted => Some(NodeError::Twin(sentence)),
         tonic::Code::Unimplemented => Some(NodeError::Mismatch(
             "the coordinator does not know this call; install the same version of Shimmer on both machines"
                 .to_owned(),

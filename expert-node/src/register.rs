@@ -19,6 +19,8 @@ use crate::tls::{self, Credentials};
 use crate::wire::{Facts, Held, check_peer, layout_from_wire, peer_to_wire};
 
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long announcements are waited for before the known addresses are tried again.
+const LISTEN: Duration = Duration::from_secs(2);
 
 /// What the coordinator told this node.
 pub(crate) struct Registration {
@@ -43,16 +45,30 @@ pub(crate) struct Registration {
 /// The client side of the coordinator's control port.
 pub(crate) struct Registrar {
     pub(crate) shared: Arc<Shared>,
-    credentials: Credentials,
+    pub(crate) credentials: Credentials,
     config: NodeConfig,
     port: u16,
     /// The connection, and where it leads to.
     channel: Option<(Channel, String)>,
+    /// Why the pinned interface cannot be used, once that has been said.
+    no_interface: Option<String>,
 }
 
 impl Registrar {
     pub(crate) fn new(shared: Arc<Shared>, credentials: Credentials, config: NodeConfig, port: u16) -> Self {
-        Self { shared, credentials, config, port, channel: None }
+        Self { shared, credentials, config, port, channel: None, no_interface: None }
+    }
+
+    /// Says whether the coordinator can dial this node, when that changes.
+    pub(crate) fn note_reachable(&self, before: &str, why: &str) {
+        if !why.is_empty() {
+            tracing::warn!(why, "this node reaches the coordinator, but not the other way round");
+        } else if !before.is_empty() {
+            tracing::info!("the coordinator reaches this node again");
+        }
+        if let Err(error) = self.config.note_problem(why) {
+            tracing::warn!(%error, "`shimmer-node status` will not show this");
+        }
     }
 
     /// Where the coordinator was reached.
@@ -61,7 +77,7 @@ impl Registrar {
     }
 
     /// Addresses the coordinator should dial; empty means "where my calls come from".
-    fn advertise(&self) -> Vec<String> {
+    fn advertise(&mut self) -> Vec<String> {
         let settings = &self.config.settings;
         let Some(interface) = settings.interface.as_deref().filter(|_| settings.advertise.is_empty()) else {
             return settings.advertise.clone();
@@ -69,7 +85,10 @@ impl Registrar {
         match interfaces::addresses(Some(interface)) {
             Ok(ips) => ips.into_iter().map(|ip| SocketAddr::new(ip, self.port).to_string()).collect(),
             Err(why) => {
-                tracing::warn!(why, "the coordinator will dial where the calls come from");
+                if self.no_interface.as_ref() != Some(&why) {
+                    tracing::warn!(why, "the coordinator will dial where the calls come from");
+                    self.no_interface = Some(why);
+                }
                 Vec::new()
             }
         }
@@ -132,6 +151,7 @@ impl Registrar {
             addresses: settings.coordinators.clone(),
             discovery: settings.discovery,
             interface: settings.interface.clone(),
+            listen: LISTEN,
         };
         let found = search.reach(&self.credentials, CALL_TIMEOUT).await;
         let (channel, address) = found.map_err(|what| NodeError::Unreachable { what })?;

@@ -5,7 +5,7 @@ use std::net::TcpListener;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use shimmer_proto::v1::experts_server::ExpertsServer;
 use shimmer_proto::v1::liveness_server::LivenessServer;
@@ -22,6 +22,8 @@ use crate::shard::Shard;
 use crate::tls::Credentials;
 use crate::wire::MAX_MESSAGE_BYTES;
 
+/// For how long a node that was started again may look like a copy of itself.
+const SAME_NODE: Duration = Duration::from_secs(4);
 /// Longest wait for the compute thread at the end.
 const LET_GO_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -109,7 +111,8 @@ async fn stay_registered(mut registrar: Registrar, mut shard: Shard) -> Result<(
     let mut backoff = Backoff::new();
     let mut accepted = false;
     let mut complained = false;
-    let mut unreachable = String::new();
+    let mut unreachable: Option<String> = None;
+    let begun = Instant::now();
     let mut skewed = false;
     loop {
         let pause = match registrar.register().await {
@@ -119,9 +122,10 @@ async fn stay_registered(mut registrar: Registrar, mut shard: Shard) -> Result<(
                 }
                 (accepted, complained) = (true, false);
                 backoff.reset();
-                if registration.unreachable != unreachable {
-                    unreachable.clone_from(&registration.unreachable);
-                    complain_unreachable(&unreachable);
+                if unreachable.as_ref() != Some(&registration.unreachable) {
+                    let before = unreachable.replace(registration.unreachable.clone());
+                    registrar
+                        .note_reachable(before.as_deref().unwrap_or_default(), &registration.unreachable);
                 }
                 if let Some(skew) = registration.skew.as_ref().filter(|_| !skewed) {
                     tracing::warn!("{skew}");
@@ -130,6 +134,8 @@ async fn stay_registered(mut registrar: Registrar, mut shard: Shard) -> Result<(
                 take_up(&registrar.shared, &mut shard, &registration)?;
                 registration.heartbeat
             }
+            // The coordinator may not have noticed yet that this process was started again.
+            Err(error @ NodeError::Twin(_)) if !accepted && begun.elapsed() > SAME_NODE => return Err(error),
             Err(error @ (NodeError::Mismatch(_) | NodeError::Refused(_))) if !accepted => return Err(error),
             Err(error) => {
                 if !complained {
@@ -140,14 +146,6 @@ async fn stay_registered(mut registrar: Registrar, mut shard: Shard) -> Result<(
             }
         };
         tokio::time::sleep(pause).await;
-    }
-}
-
-fn complain_unreachable(why: &str) {
-    if why.is_empty() {
-        tracing::info!("the coordinator reaches this node again");
-    } else {
-        tracing::warn!(why, "this node reaches the coordinator, but not the other way round");
     }
 }
 

@@ -52,7 +52,8 @@ pub enum ClusterCommand {
 #[command(after_help = "Example:
   shimmer cluster revoke laptop-3 --cluster ~/.shimmer/cluster
 
-A running coordinator notices within a second. To let the PC in again, join it under a new --data directory.")]
+A running coordinator notices within a second. To let the PC in again, join it under a
+new --data directory.")]
 pub struct RevokeArgs {
     /// Name or id of the node, as `shimmer cluster nodes` lists it
     node: String,

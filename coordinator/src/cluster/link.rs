@@ -77,6 +77,7 @@ pub(super) async fn run_links(
 /// Keeps one node connected.
 async fn keep_linked(context: Arc<LinkContext>, node: Arc<Node>) {
     let mut backoff = Backoff::new();
+    let mut said = String::new();
     while !node.is_revoked() {
         let mut why = "its address is not known yet".to_owned();
         let mut unreached = Vec::new();
@@ -102,7 +103,10 @@ async fn keep_linked(context: Arc<LinkContext>, node: Arc<Node>) {
                 unreached.join("; ")
             )));
         }
-        tracing::debug!(node = node.name(), why, "no link");
+        if why != said {
+            tracing::info!(node = node.name(), why, "no link");
+            said.clone_from(&why);
+        }
         node.lost(&why);
         tokio::select! {
             () = tokio::time::sleep(backoff.pause()) => {}

@@ -97,6 +97,8 @@ pub(super) struct Node {
     inner: Mutex<Inner>,
     /// Rung when there is a reason to dial at once.
     pub(super) wake: Notify,
+    /// Rung when there is a reason to ask for a pulse at once.
+    pub(super) watch: Notify,
     /// Changes when the connection must end.
     pub(super) cuts: watch::Sender<u64>,
     revoked: AtomicBool,
@@ -140,6 +142,7 @@ impl Node {
                 resident: Held::none(layout),
             }),
             wake: Notify::new(),
+            watch: Notify::new(),
             cuts: watch::Sender::new(0),
             revoked: AtomicBool::new(false),
             served: AtomicU64::new(0),
@@ -187,6 +190,8 @@ impl Node {
                     inner.addresses.join(", ")
                 ));
             }
+            // What was tried was another process or place.
+            inner.unreachable.clear();
             inner.replaced = (
                 std::mem::replace(&mut inner.instance, instance.to_vec()),
                 std::mem::replace(&mut inner.addresses, addresses.to_vec()),
@@ -205,6 +210,7 @@ impl Node {
         let mut inner = self.lock();
         inner.stream = Some(stream);
         inner.vitals.forgive();
+        self.watch.notify_one();
         inner.held = held;
         inner.syncing = syncing;
         self.settle(&mut inner, "");

@@ -72,7 +72,10 @@ async fn keep_watched(context: Arc<LinkContext>, membership: Weak<Membership>, n
                 tracing::debug!(node = node.name(), address, why, "no pulse");
             }
         }
-        tokio::time::sleep(DIAL_EVERY).await;
+        tokio::select! {
+            () = tokio::time::sleep(DIAL_EVERY) => {}
+            () = node.watch.notified() => {}
+        }
     }
 }
 

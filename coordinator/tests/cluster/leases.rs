@@ -56,7 +56,7 @@ fn a_copied_node_is_refused_and_the_original_goes_on() {
     copy_files(&original.config.data_dir, &copy);
     let twin = serving_everything(NodeConfig::load(&copy).unwrap());
     let error = Node::start(twin, "127.0.0.1:0".parse().unwrap()).end().unwrap_err();
-    assert!(matches!(error, NodeError::Refused(_)), "{error}");
+    assert!(matches!(error, NodeError::Twin(_)), "{error}");
     let sentence = error.to_string();
     assert!(sentence.contains("copied --data directory") && sentence.contains("join it again"), "{sentence}");
     cluster.check(&batch(LAYERS[0], 2, 1));
