@@ -7,6 +7,7 @@
 
 pub mod cgroup;
 pub mod lab;
+pub mod lan;
 pub mod process;
 pub mod tensors;
 
