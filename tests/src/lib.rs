@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 pub mod cgroup;
+pub mod http;
 pub mod lab;
 pub mod lan;
 pub mod process;

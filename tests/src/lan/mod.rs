@@ -6,6 +6,7 @@
 //! no route out. Dropping a [`Lan`] kills what still runs in it and removes everything; what a killed
 //! test left behind is removed by the next [`Lan::up`].
 
+pub mod cluster;
 pub mod disk;
 mod host;
 mod leftovers;
