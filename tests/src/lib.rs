@@ -10,6 +10,7 @@ pub mod http;
 pub mod lab;
 pub mod lan;
 pub mod process;
+pub mod random;
 pub mod tensors;
 
 use std::path::PathBuf;

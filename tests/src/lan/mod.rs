@@ -7,6 +7,7 @@
 //! test left behind is removed by the next [`Lan::up`].
 
 pub mod cluster;
+pub mod control;
 pub mod disk;
 mod host;
 mod leftovers;
