@@ -125,7 +125,7 @@ fn kills_during_sync_cost_nothing_that_had_arrived() {
             cluster.kill(node);
             let (ids, bytes) = verify(&cluster, node, &source);
             println!(
-                "round {round}: node{node} holds {} records of {bytes} bytes; {received} bytes came over its cable",
+                "round {round}: node{node} holds {} records of {bytes} bytes; {received} came over its cable",
                 ids.len()
             );
             let most = (bytes as f64 * OVERHEAD) as u64 + TALK + done * LOST_PER_KILL;

@@ -42,7 +42,10 @@ enum Verb {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
         command: Vec<String>,
     },
-    /// Change something: rate MBIT, delay US, loss PPM, link up|down, freeze, thaw, kill, memory SIZE, cpu PERCENT, disk-read SIZE; `none` lifts a limit
+    /// Change a host: its cable, its limits, its programs
+    ///
+    /// rate MBIT, delay US, loss PPM, link up|down, freeze, thaw, kill, memory SIZE, cpu PERCENT,
+    /// disk-read SIZE; `none` lifts a limit
     Set {
         /// Number of the host, from 0
         host: usize,

@@ -97,7 +97,7 @@ fn obey(lan: &Lan, disk: &Path, words: &[&str]) -> Result<String, LabError> {
 fn stats(host: &Host) -> Result<String, LabError> {
     let stats = host.stats()?;
     Ok(format!(
-        "{}: sent {} frames {} bytes (lost {}), received {} frames {} bytes (lost {}), memory peak {} bytes\n",
+        "{}: sent {} frames {} bytes (lost {}), received {} frames {} bytes (lost {}), memory peak {}\n",
         host.ip(),
         stats.sent_frames,
         stats.sent_bytes,
