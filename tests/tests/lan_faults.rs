@@ -29,7 +29,7 @@ const TOKENS: usize = 500;
 /// computation; this only tells a pause from a hang.
 const HANG: Duration = Duration::from_secs(10);
 
-/// A node is back when it computes at least this part of what it did before.
+/// A node is back when its share is at least this part of what it was.
 const BACK: f64 = 0.7;
 
 fn program() -> Program {
@@ -172,12 +172,15 @@ fn strike_during_answer(
     })
 }
 
-/// Experts each node computes for one answer.
-fn shares(cluster: &LanCluster) -> Vec<u64> {
+/// The part of an answer's remote experts that each node computes. Parts, because the number depends on
+/// how many drafts are tried.
+fn shares(cluster: &LanCluster) -> Vec<f64> {
     let counts = || cluster.nodes().map(|node| cluster.line(node).map_or(0, |line| line.experts));
     let before: Vec<u64> = counts().collect();
     cluster.ask(PROMPT, SEEDS[0], 100, |_| {}).expect("an answer");
-    counts().zip(before).map(|(after, before)| after - before).collect()
+    let new: Vec<u64> = counts().zip(before).map(|(after, before)| after - before).collect();
+    let all = new.iter().sum::<u64>().max(1);
+    new.into_iter().map(|new| new as f64 / all as f64).collect()
 }
 
 /// What must hold after a fault.
@@ -203,7 +206,7 @@ fn faults(nodes: usize, faults: &[Fault], after: After) {
     assert_eq!(calm.text, text, "other tokens with {nodes} nodes and no fault");
     println!("{nodes} nodes, undisturbed: {:.2?}, longest pause {:.2?}", calm.elapsed, calm.longest_pause);
     let shares = shares(&cluster);
-    assert!(shares.iter().all(|&share| share > 0), "a node does nothing: {shares:?}");
+    assert!(shares.iter().all(|&share| share > 0.0), "a node does nothing: {shares:?}");
 
     for (turn, &fault) in faults.iter().enumerate() {
         for repeat in 0..repeats {
@@ -237,11 +240,11 @@ fn strike(cluster: &LanCluster, fault: Fault, node: usize, seed: u64, at_piece: 
     println!("{what}: {state}; longest pause {:.2?} of {:.2?}", answer.longest_pause, answer.elapsed);
 }
 
-fn used_again(cluster: &LanCluster, node: usize, calm: &[u64], what: &str) {
+fn used_again(cluster: &LanCluster, node: usize, calm: &[f64], what: &str) {
     let lifted = Instant::now();
     cluster.wait_ready(calm.len());
-    let wanted = (calm[node - 1] as f64 * BACK) as u64;
-    wait_for(&format!("node{node} to compute {wanted} experts again ({what})"), || {
+    let wanted = calm[node - 1] * BACK;
+    wait_for(&format!("node{node} to compute {wanted:.2} of the experts again ({what})"), || {
         (shares(cluster)[node - 1] >= wanted).then_some(())
     });
     println!("{what}: used as before after {:.2?}", lifted.elapsed());
