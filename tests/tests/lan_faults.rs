@@ -142,6 +142,15 @@ impl Fault {
     }
 }
 
+/// When a fault strikes.
+#[derive(Clone, Copy, Debug)]
+enum Moment {
+    /// With this piece of the answer.
+    Piece(usize),
+    /// With the first piece this long after the question.
+    After(Duration),
+}
+
 /// Strikes while an answer streams, lifts the fault `lasts` later, and returns the answer and how the
 /// node looked just before.
 fn strike_during_answer(
@@ -149,20 +158,25 @@ fn strike_during_answer(
     fault: Fault,
     node: usize,
     seed: u64,
-    at_piece: usize,
+    moment: Moment,
     lasts: Duration,
 ) -> (Result<Answer, String>, String) {
     std::thread::scope(|scope| {
         let (struck, waiting) = mpsc::channel::<Instant>();
         let lifter = scope.spawn(move || {
-            let Ok(since) = waiting.recv() else { return "never struck".to_owned() };
+            let Ok(since) = waiting.recv() else { panic!("the answer ended before the fault") };
             std::thread::sleep(lasts.saturating_sub(since.elapsed()));
             let state = cluster.line(node).map_or_else(|| "unknown".to_owned(), |line| line.state);
             fault.lift(cluster, node);
             state
         });
+        let (begun, mut struck) = (Instant::now(), Some(struck));
         let answer = cluster.ask(PROMPT, seed, TOKENS, |piece| {
-            if piece == at_piece {
+            let due = match moment {
+                Moment::Piece(at) => piece >= at,
+                Moment::After(time) => begun.elapsed() >= time,
+            };
+            if let Some(struck) = struck.take_if(|_| due) {
                 fault.strike(cluster, node);
                 let _ = struck.send(Instant::now());
             }
@@ -212,11 +226,14 @@ fn faults(nodes: usize, faults: &[Fault], after: After) {
         for repeat in 0..repeats {
             let node = (turn + repeat) % nodes + 1;
             let seed = SEEDS[random.below(SEEDS.len())];
-            // The rest of the answer must be long enough to feel it, and the sync still under way.
-            let first = if fault == Fault::DiskFull { pieces / 8 } else { pieces / 2 };
-            let at_piece = random.below(first) + pieces / 20;
-            let what = format!("{fault:?}, node{node} of {nodes}, piece {at_piece}, seed {seed}");
-            strike(&cluster, fault, node, seed, at_piece, &what);
+            let moment = match fault {
+                // While the sync is still under way, which takes 6 s.
+                Fault::DiskFull => Moment::After(Duration::from_millis(random.below(2000) as u64)),
+                // While the rest of the answer is long enough to feel it.
+                _ => Moment::Piece(random.below(pieces / 2) + pieces / 20),
+            };
+            let what = format!("{fault:?}, node{node} of {nodes}, {moment:?}, seed {seed}");
+            strike(&cluster, fault, node, seed, moment, &what);
             if after == After::UsedAgain {
                 used_again(&cluster, node, &shares, &what);
             }
@@ -224,10 +241,10 @@ fn faults(nodes: usize, faults: &[Fault], after: After) {
     }
 }
 
-fn strike(cluster: &LanCluster, fault: Fault, node: usize, seed: u64, at_piece: usize, what: &str) {
+fn strike(cluster: &LanCluster, fault: Fault, node: usize, seed: u64, moment: Moment, what: &str) {
     let lasts = Duration::from_secs(if number("SHIMMER_FAULT_FULL", 0) > 0 { 20 } else { 5 });
     fault.prepare(cluster, node);
-    let (answer, state) = strike_during_answer(cluster, fault, node, seed, at_piece, lasts);
+    let (answer, state) = strike_during_answer(cluster, fault, node, seed, moment, lasts);
     let answer = answer.unwrap_or_else(|error| panic!("{what}: no answer: {error}"));
     let (text, tokens) = undisturbed(seed);
     assert_eq!(answer.text, text, "{what}: other tokens");

@@ -244,3 +244,33 @@ fn nothing_stays_behind() {
     // Other tests of this process have labs of their own: theirs go, too.
     wait_for("the end of all labs of this process", || (here() == 0).then_some(()));
 }
+
+#[test]
+fn the_lab_can_be_used_by_hand() {
+    if Lan::available().is_err() {
+        eprintln!("skipped: the LAN lab needs root");
+        return;
+    }
+    let program = env!("CARGO_BIN_EXE_lan-lab");
+    let script = r#"
+        set -e
+        "$0" exec 1 ip -br addr show eth0
+        "$0" set 1 link down
+        "$0" exec 1 ip link show eth0
+        "$0" set 1 memory 64MiB
+        "$0" set 1 colour red 2>&1 || true
+        "$0" stats
+        echo "$LAB_IP_0"
+        exit 7
+    "#;
+    let mut up = Command::new(program);
+    up.args(["up", "2", "--rate", "100,0", "--", "sh", "-c", script, program]);
+    let out = up.stdin(Stdio::null()).output().expect("lan-lab starts");
+    let said = String::from_utf8_lossy(&out.stdout).into_owned();
+    let wrong = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(7), "the command's own code; {said}{wrong}");
+    for part in ["198.18.0.11/24", "NO-CARRIER", "`colour red` cannot be set", "198.18.0.10: sent "] {
+        assert!(said.contains(part), "{part} is missing in {said}");
+    }
+    assert!(said.trim_end().ends_with("198.18.0.10"), "{said}");
+}
