@@ -6,8 +6,11 @@
 #![forbid(unsafe_code)]
 
 pub mod cgroup;
+pub mod http;
 pub mod lab;
+pub mod lan;
 pub mod process;
+pub mod random;
 pub mod tensors;
 
 use std::path::PathBuf;
