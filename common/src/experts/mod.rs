@@ -4,6 +4,7 @@
 //! It is implemented by the [`LocalStore`] here and by the cluster (and its composition with local
 //! fallback) in the coordinator.
 
+mod hashes;
 mod layout;
 pub mod pack;
 mod store;
@@ -11,6 +12,7 @@ mod store;
 mod testing;
 pub mod usage;
 
+pub use hashes::RecordHashes;
 pub use layout::{ExpertLayout, ExpertMatrix, ExpertSpec, MatrixSpec, RecordPart};
 pub use store::{
     EvictionPolicy, LearnedFrequency, LocalStore, MemoryWatch, SharedUsage, StoreOptions, StoreStats,
@@ -224,6 +226,12 @@ pub trait ExpertSource: Send + Sync {
     /// [`ExpertError::Missing`], [`ExpertError::Read`] or [`ExpertError::Damaged`].
     fn read(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError> {
         read_plainly(self, id, record)
+    }
+
+    /// BLAKE3 of the record, where this source knows it without reading.
+    fn record_hash(&self, id: ExpertId) -> Option<[u8; 32]> {
+        let _ = id;
+        None
     }
 
     /// "container" or "pack", with the path, for messages.
