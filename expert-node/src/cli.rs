@@ -14,6 +14,7 @@ use shimmer_common::size::Size;
 
 use crate::config::NodeConfig;
 use crate::error::NodeError;
+use crate::fetch::progress::SyncReport;
 use crate::files::FileLock;
 use crate::join::{JoinOptions, join};
 use crate::run::run;
@@ -51,7 +52,7 @@ enum LogFormat {
 #[derive(Subcommand)]
 enum Command {
     /// Join a cluster, fetch this PC's share of the experts and serve it
-    Join(JoinArgs),
+    Join(Box<JoinArgs>),
     /// Serve again after a join
     Start(DataArgs),
     /// Show what is in the data directory
@@ -101,6 +102,10 @@ struct JoinArgs {
     /// Serve this expert pack (made by `shimmer pack`) instead of fetching records
     #[arg(long, value_name = "DIR")]
     pack: Option<PathBuf>,
+    /// Model directory or expert pack already on this PC: its experts are served from there instead of
+    /// being fetched; repeatable
+    #[arg(long, value_name = "DIR", conflicts_with = "pack")]
+    adopt: Vec<PathBuf>,
     /// Join only; `shimmer-node start` serves later
     #[arg(long)]
     no_start: bool,
@@ -123,7 +128,7 @@ pub fn main_with(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     };
     start_logging(cli.log_format);
     let done = match cli.command {
-        Command::Join(args) => join_and_run(args),
+        Command::Join(args) => join_and_run(*args),
         Command::Start(args) => NodeConfig::load(&args.data)
             .and_then(|config| bind(config.settings.listen).and_then(|listener| start(config, listener))),
         Command::Status(args) => status(&args).map(|()| Ended::Done),
@@ -164,13 +169,19 @@ fn join_and_run(args: JoinArgs) -> Result<Ended, NodeError> {
         ram_bytes: args.ram.map(|size| size.0),
         isa: Some(args.isa),
         threads: args.threads,
-        pack: args.pack.map(|dir| std::path::absolute(&dir).unwrap_or(dir)),
+        pack: args.pack.map(absolute),
+        adopt: args.adopt.into_iter().map(absolute).collect(),
     };
     // Bound before the token is used up: a taken port leaves nothing behind.
     let listener = if args.no_start { None } else { Some(bind(args.listen)?) };
     let config = join(&args.token, &args.data.data, options)?;
     tracing::info!(node = config.settings.name, id = config.settings.id, "joined");
     listener.map_or(Ok(Ended::Done), |listener| start(config, listener))
+}
+
+/// The path as a later start from elsewhere finds it.
+fn absolute(dir: PathBuf) -> PathBuf {
+    std::path::absolute(&dir).unwrap_or(dir)
 }
 
 fn bind(address: SocketAddr) -> Result<TcpListener, NodeError> {
@@ -210,6 +221,7 @@ fn status(args: &StatusArgs) -> Result<(), NodeError> {
         Some(dir) => (dir.clone(), Pack::open(dir)),
         None => (config.data_dir.join("shard"), Pack::open(&config.data_dir.join("shard"))),
     };
+    let sync = SyncReport::read(&config.data_dir);
     let running = matches!(FileLock::try_acquire(&config.data_dir.join("lock")), Ok(None));
     let (experts, bytes, model) = match &held {
         Ok(pack) => (pack.ids().len(), pack.bytes(), Some(pack.fingerprint().to_string())),
@@ -226,16 +238,21 @@ fn status(args: &StatusArgs) -> Result<(), NodeError> {
             "experts": experts,
             "bytes": bytes,
             "model": model,
+            "adopted": settings.adopt,
+            "sync": sync.filter(|_| running),
             "problem": held.err().map(|e| e.to_string()),
         })
         .to_string()
     } else {
+        let adopted: String =
+            settings.adopt.iter().map(|dir| format!("\nadopted {}", dir.display())).collect();
+        let sync = sync.filter(|_| running).map_or(String::new(), |sync| format!("\nsync {}", sync.line()));
         let records = match &held {
             Ok(_) => format!("{experts} experts, {bytes} bytes in {}", dir.display()),
             Err(error) => error.to_string(),
         };
         format!(
-            "node {} ({})\n{}\ncoordinator {}\nlisten {}\nmodel {}\nrecords {records}",
+            "node {} ({})\n{}\ncoordinator {}\nlisten {}\nmodel {}\nrecords {records}{adopted}{sync}",
             settings.name,
             settings.id,
             if running { "running" } else { "not running" },

@@ -18,6 +18,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::sync::mpsc::UnboundedSender;
 
 use crate::error::NodeError;
+use crate::pace::Working;
 use crate::wire::{WireError, dispatch_from_wire};
 
 /// Answers on their way to the coordinator.
@@ -58,6 +59,8 @@ pub(crate) struct Job {
     pub(crate) answers: Answers,
     /// Its share of the intake, held until its answer is gone.
     pub(crate) room: OwnedSemaphorePermit,
+    /// Records are sent to others more slowly while it exists.
+    pub(crate) _working: Working,
 }
 
 /// Handle of the compute thread; the thread ends when the last handle is gone.

@@ -1,7 +1,7 @@
 //! The data directory of a node: settings, identity and shard.
 //!
 //! `node.json` (settings, written by `join`), `node.key`, `node.crt`, `ca.crt` (identity), `lock`
-//! (held while the node runs) and `shard/` (records fetched from the coordinator).
+//! (held while the node runs), `shard/` (records fetched) and `progress.json` (how far fetching is).
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -43,6 +43,9 @@ pub struct Settings {
     pub threads: Option<usize>,
     /// Expert pack to serve; absent means fetching records from the coordinator.
     pub pack: Option<PathBuf>,
+    /// Model directories or packs whose experts need not be fetched.
+    #[serde(default)]
+    pub adopt: Vec<PathBuf>,
 }
 
 /// Where a node's records come from.
@@ -120,6 +123,7 @@ impl Settings {
             isa: None,
             threads: None,
             pack: None,
+            adopt: Vec::new(),
         })
     }
 

@@ -11,6 +11,7 @@ use shimmer_proto::v1::cluster_client::ClusterClient;
 use crate::config::{NodeConfig, Records, Settings};
 use crate::error::NodeError;
 use crate::files::{create_private_dir, write_private};
+use crate::records::Adopted;
 use crate::tls::{self, Credentials};
 use crate::token::Token;
 
@@ -34,6 +35,8 @@ pub struct JoinOptions {
     pub threads: Option<usize>,
     /// Expert pack to serve instead of fetching records.
     pub pack: Option<PathBuf>,
+    /// Model directories or packs whose experts need not be fetched.
+    pub adopt: Vec<PathBuf>,
 }
 
 /// Joins the cluster of `token` and fills `data_dir`. The private key is made here and never leaves.
@@ -56,10 +59,12 @@ pub fn join(token: &str, data_dir: &Path, options: JoinOptions) -> Result<NodeCo
     settings.isa = options.isa;
     settings.threads = options.threads;
     settings.pack = options.pack;
+    settings.adopt = options.adopt;
     settings.kernels()?;
     if let Some(dir) = &settings.pack {
         Pack::open(dir)?;
     }
+    Adopted::open(&settings.adopt)?;
 
     let old_key = known.map(|k| k.credentials()).transpose()?.and_then(|c| c.identity).map(|(_, key)| key);
     let key = match old_key {
@@ -193,6 +198,7 @@ mod tests {
             isa: None,
             threads: None,
             pack: None,
+            adopt: Vec::new(),
         };
         // The lock is tried before the network: the token is not used up.
         let refused = join(&token.encode(), dir.path(), options).unwrap_err();

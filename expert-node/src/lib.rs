@@ -14,10 +14,13 @@ mod fetch;
 pub mod files;
 mod join;
 mod machine;
+pub mod pace;
+mod records;
 mod register;
 mod run;
 mod service;
 mod shard;
+pub mod shards;
 #[cfg(test)]
 mod testing;
 pub mod tls;
@@ -26,6 +29,7 @@ pub mod wire;
 
 pub use config::{NodeConfig, Records, Settings};
 pub use error::NodeError;
+pub use fetch::progress::SyncReport;
 pub use join::{JoinOptions, join};
 pub use register::Backoff;
 pub use run::run;

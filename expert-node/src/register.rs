@@ -9,10 +9,11 @@ use shimmer_proto::v1::cluster_client::ClusterClient;
 use tonic::transport::Channel;
 
 use crate::error::NodeError;
+use crate::fetch::Peer;
 use crate::join::status_error;
 use crate::service::Shared;
 use crate::tls::{self, Credentials};
-use crate::wire::{Facts, Held, check_peer, layout_from_wire, peer_to_wire};
+use crate::wire::{Facts, Held, check_peer, layout_from_wire, peer_to_wire, printable};
 
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -28,6 +29,10 @@ pub(crate) struct Registration {
     pub(crate) heartbeat: Duration,
     /// The connection, for fetching records.
     pub(crate) channel: Channel,
+    /// Nodes records can be fetched from.
+    pub(crate) peers: Vec<Peer>,
+    /// Most bytes per second to fetch with; 0 = no limit.
+    pub(crate) fetch_bytes_per_s: u64,
 }
 
 /// The client side of the coordinator's control port.
@@ -63,6 +68,7 @@ impl Registrar {
             peer: Some(peer_to_wire(&ours)),
             advertise: self.advertise.clone(),
             port: self.port.into(),
+            held: self.shared.held(),
             ..v1::RegisterRequest::default()
         };
         let call =
@@ -89,7 +95,10 @@ impl Registrar {
                 .map_err(|e| odd(e.to_string()))?;
         let assigned = Held::from_wire(&layout, &reply.assigned).map_err(|e| odd(e.to_string()))?;
         let heartbeat = Duration::from_millis(reply.heartbeat_ms.clamp(200, 60_000).into());
-        Ok(Registration { coordinator, layout, assigned, heartbeat, channel })
+        let peers = reply.sources.into_iter().take(MAX_PEERS).filter_map(|s| peer(&layout, s)).collect();
+        self.shared.sharing.set_members(reply.roster);
+        let fetch_bytes_per_s = reply.fetch_bytes_per_s;
+        Ok(Registration { coordinator, layout, assigned, heartbeat, channel, peers, fetch_bytes_per_s })
     }
 
     async fn channel(&mut self) -> Result<Channel, NodeError> {
@@ -109,6 +118,17 @@ impl Registrar {
     fn unreachable(&self, what: &str) -> NodeError {
         NodeError::Unreachable { address: self.coordinators.join(", "), what: what.to_owned() }
     }
+}
+
+/// Most nodes that records are fetched from.
+const MAX_PEERS: usize = 256;
+
+/// A source as it can be used; `None` for one that is malformed.
+fn peer(layout: &ExpertLayout, source: v1::Source) -> Option<Peer> {
+    let held = Held::from_wire(layout, &source.held).ok()?;
+    let name = format!("node {}", printable(&source.name));
+    let addresses = source.addresses.into_iter().take(8).collect();
+    tls::is_node_id(&source.node_id).then_some(Peer { id: source.node_id, name, addresses, held })
 }
 
 /// Pauses between attempts: doubling from 250 ms to 10 s.

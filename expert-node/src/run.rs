@@ -7,6 +7,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use shimmer_proto::v1::experts_server::ExpertsServer;
+use shimmer_proto::v1::shards_server::ShardsServer;
 use tonic::transport::server::TcpIncoming;
 use tonic::transport::{Server, ServerTlsConfig};
 
@@ -15,6 +16,7 @@ use crate::error::NodeError;
 use crate::register::{Backoff, Registrar, Registration};
 use crate::service::{ExpertsService, Shared};
 use crate::shard::Shard;
+use crate::shards::{MAX_REQUEST_BYTES, ShardsService};
 use crate::tls::Credentials;
 use crate::wire::MAX_MESSAGE_BYTES;
 
@@ -68,6 +70,10 @@ async fn serve(config: NodeConfig, listener: TcpListener, alive: mpsc::Sender<()
                 .max_decoding_message_size(MAX_MESSAGE_BYTES)
                 .max_encoding_message_size(MAX_MESSAGE_BYTES),
         )
+        .add_service(
+            ShardsServer::new(ShardsService { shared: shared.clone() })
+                .max_decoding_message_size(MAX_REQUEST_BYTES),
+        )
         .serve_with_incoming(TcpIncoming::from(listener).with_nodelay(Some(true)));
     let settings = &config.settings;
     let registrar =
@@ -114,7 +120,7 @@ async fn stay_registered(mut registrar: Registrar, mut shard: Shard) -> Result<(
                 }
                 (accepted, complained) = (true, false);
                 backoff.reset();
-                take_up(&registrar.shared, &mut shard, &registration)?;
+                take_up(&registrar, &mut shard, &registration)?;
                 registration.heartbeat
             }
             Err(error @ (NodeError::Mismatch(_) | NodeError::Refused(_))) if !accepted => return Err(error),
@@ -131,7 +137,8 @@ async fn stay_registered(mut registrar: Registrar, mut shard: Shard) -> Result<(
 }
 
 /// Serves the coordinator's model and fetches what is assigned and missing.
-fn take_up(shared: &Arc<Shared>, shard: &mut Shard, registration: &Registration) -> Result<(), NodeError> {
+fn take_up(registrar: &Registrar, shard: &mut Shard, registration: &Registration) -> Result<(), NodeError> {
+    let shared = &registrar.shared;
     let coordinator = &registration.coordinator;
     let fingerprint = coordinator.fingerprint.ok_or_else(|| {
         NodeError::Mismatch(
@@ -141,6 +148,6 @@ fn take_up(shared: &Arc<Shared>, shard: &mut Shard, registration: &Registration)
     })?;
     shard.begin(shared, fingerprint, &registration.layout)?;
     shared.serve(coordinator.profile)?;
-    shard.fetch_missing(shared, registration.channel.clone(), &registration.assigned);
+    shard.fetch_missing(shared, &registrar.credentials, registration);
     Ok(())
 }

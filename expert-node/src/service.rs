@@ -20,6 +20,7 @@ use tonic::{Request, Response, Status, Streaming};
 use crate::compute::{Answers, Cancelled, Compute, Job, Outgoing};
 use crate::config::Settings;
 use crate::error::NodeError;
+use crate::shards::Sharing;
 use crate::tls;
 use crate::wire::{Facts, Held, MAX_MESSAGE_BYTES, check_peer, peer_to_wire};
 
@@ -61,6 +62,8 @@ pub(crate) struct Shared {
     pub(crate) records: OnceLock<(Arc<dyn ExpertSource>, Fingerprint)>,
     /// Set by the first coordinator that has the same model: it also fixes the numeric profile.
     serving: OnceLock<Serving>,
+    /// What other members get from this node and what it gets from them.
+    pub(crate) sharing: Sharing,
     /// Counts how often the set of held experts changed.
     pub(crate) held_changed: watch::Sender<u64>,
     /// Dropped with the last user of the records.
@@ -74,6 +77,7 @@ impl Shared {
             usage_path: data_dir.join(file::FILE_NAME),
             records: OnceLock::new(),
             serving: OnceLock::new(),
+            sharing: Sharing::new(),
             held_changed: watch::Sender::new(0),
             alive,
         }
@@ -111,6 +115,16 @@ impl Shared {
         {
             self.held_changed.send_modify(|n| *n += 1);
         }
+    }
+
+    /// How far the fetching of records is.
+    pub(crate) fn sync_progress(&self) -> v1::SyncProgress {
+        self.sharing.progress.to_wire()
+    }
+
+    /// The experts held, as a bitset; empty before there is a model.
+    pub(crate) fn held(&self) -> bytes::Bytes {
+        self.serving.get().map(|serving| serving.held().to_wire()).unwrap_or_default()
     }
 
     /// Our side of every handshake.
@@ -220,7 +234,15 @@ async fn session(
                 let room = intake.clone().acquire_many_owned(room_for(&dispatch, serving)).await;
                 let room = room.map_err(|_| "the node is stopping".to_owned())?;
                 let (cancelled, answers) = (cancelled.clone(), answers.clone());
-                serving.compute.submit(Job { dispatch, received, cancelled, answers, room });
+                let working = shared.sharing.activity.begin();
+                serving.compute.submit(Job {
+                    dispatch,
+                    received,
+                    cancelled,
+                    answers,
+                    room,
+                    _working: working,
+                });
             }
             Some(v1::to_node::Message::Cancel(cancel)) => cancelled.add(cancel.id),
             Some(_) => return Err("it repeated its greeting".to_owned()),

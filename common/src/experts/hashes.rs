@@ -63,7 +63,8 @@ impl RecordHashes {
         let (entries, []) = rest.as_chunks::<ENTRY_BYTES>() else { return None };
         let mut hashes = Self::default();
         for [l0, l1, i0, i1, hash @ ..] in entries {
-            let id = ExpertId { layer: u16::from_le_bytes([*l0, *l1]), index: u16::from_le_bytes([*i0, *i1]) };
+            let id =
+                ExpertId { layer: u16::from_le_bytes([*l0, *l1]), index: u16::from_le_bytes([*i0, *i1]) };
             layout.spec(id)?;
             hashes.0.insert(id, *hash);
         }
@@ -74,8 +75,8 @@ impl RecordHashes {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{MODEL, MemorySource};
     use super::super::ExpertSource as _;
+    use super::super::testing::{MODEL, MemorySource};
     use super::*;
 
     #[test]
@@ -96,8 +97,14 @@ mod tests {
             assert_eq!(read(&bad), None, "bit flipped in byte {at}");
             assert_eq!(read(&file[..at]), None, "cut at {at}");
         }
+        let seed = concat!(env!("CARGO_MANIFEST_DIR"), "/fuzz/seeds/record_hashes/three");
+        let mut seed = std::fs::read(seed).unwrap();
+        seed.extend_from_slice(blake3::hash(&seed).as_bytes());
+        let read = RecordHashes::decode(&seed, &Fingerprint([0; 32]), source.layout());
+        assert_eq!(read.map(|hashes| hashes.len()), Some(3), "the seed of the fuzz target is valid");
         let mut stranger = hashes.clone();
         stranger.insert(ExpertId { layer: 99, index: 0 }, [0; 32]);
-        assert_eq!(read(&stranger.encode(&MODEL)), None, "an expert the model does not have");
+        let read = RecordHashes::decode(&stranger.encode(&MODEL), &MODEL, source.layout());
+        assert_eq!(read, None, "an expert the model does not have");
     }
 }

@@ -299,7 +299,11 @@ pub fn load_parts<T>(
         Some(state) => {
             let model =
                 ClusterModel { fingerprint: container.fingerprint()?, profile, source, local: local.clone() };
-            let options = ClusterOptions { nodes: limits.expert_nodes.clone(), ..ClusterOptions::default() };
+            let options = ClusterOptions {
+                nodes: limits.expert_nodes.clone(),
+                sync_rate: limits.sync_rate.map(|rate| rate.0),
+                ..ClusterOptions::default()
+            };
             let experts = ClusterExperts::start(state, model, options)?;
             joined(&experts)?;
             wait_for_nodes(&experts, limits)?;

@@ -14,6 +14,7 @@ use shimmer_common::experts::{
     ExpertCompute as _, ExpertError, ExpertId, ExpertLayout, ExpertWork, LocalStore, Lookahead, RoutedBatch,
 };
 use shimmer_common::fixed::FixedRows;
+use shimmer_node::pace::Activity;
 use shimmer_node::wire::{decode_sums, dispatch_to_wire};
 use shimmer_proto::v1;
 
@@ -30,6 +31,8 @@ pub(super) struct Dispatcher {
     pub(super) local: Option<Arc<LocalStore>>,
     pub(super) local_share: f64,
     pub(super) fixed_deadline: Option<Duration>,
+    /// Records are sent more slowly while layers are dispatched.
+    pub(super) activity: Activity,
     pub(super) next_id: AtomicU64,
     /// Experts computed here by choice.
     pub(super) by_share: AtomicU64,
@@ -44,6 +47,7 @@ impl Dispatcher {
         batch: &RoutedBatch,
         meanwhile: &mut dyn FnMut(),
     ) -> Result<FixedRows, ExpertError> {
+        let _working = self.activity.begin();
         let mut call = Call::new(self, batch);
         let sent = call.send_all();
         if call.in_flight.is_empty()

@@ -1,7 +1,7 @@
 //! The cluster: certificates, joining, membership, dispatch with fall-back, shard distribution.
 //!
 //! Rooms: `state` (directory made by `cluster init`), `ca` (certificates), `token`, `service`
-//! (the gRPC server nodes join at), `shards` (records on the same server), `membership`, `node`,
+//! (the gRPC server nodes join at), `shards` (records on the same server), `hashes` (what records hash to), `membership`, `node`,
 //! `placement`, `link` (one stream per node), `latency` (deadlines), `dispatch` (one layer over the cluster). [`ClusterExperts`] is the
 //! seam's distributed implementation.
 //!
@@ -11,6 +11,7 @@
 
 mod ca;
 mod dispatch;
+mod hashes;
 mod latency;
 mod link;
 mod membership;
@@ -36,9 +37,12 @@ use shimmer_common::experts::{
 use shimmer_common::fixed::FixedRows;
 use shimmer_common::profile::NumericProfile;
 use shimmer_node::files::FileLock;
+use shimmer_node::pace::Activity;
+use shimmer_node::shards::RecordSender;
 use shimmer_node::wire::Facts;
 
 use dispatch::Dispatcher;
+use hashes::HashTable;
 use link::{LinkContext, run_links};
 use membership::Membership;
 use service::Control;
@@ -101,6 +105,8 @@ pub struct ClusterOptions {
     pub deadline: Option<Duration>,
     /// Share of each layer's experts this machine computes itself while nodes work, 0.0 … 1.0.
     pub local_share: f64,
+    /// Most bytes per second a node fetches records with; `None` = as fast as the link allows.
+    pub sync_rate: Option<u64>,
 }
 
 /// Counters of one node.
@@ -129,6 +135,7 @@ pub struct NodeStatus {
 pub struct ClusterExperts {
     dispatcher: Dispatcher,
     control_addr: SocketAddr,
+    sender: RecordSender,
     threads: Vec<ServiceThread>,
     _lock: FileLock,
 }
@@ -173,8 +180,17 @@ impl ClusterExperts {
         let wire = ServiceThread::start(&state, "shimmer-wire", move |stop| {
             run_links(context, weak, new_nodes, fixed, stop)
         })?;
-        let control =
-            Control { state: state.clone(), facts, source: model.source, membership: membership.clone() };
+        let activity = Activity::new();
+        let sender = RecordSender::new(activity.clone());
+        let control = Control {
+            state: state.clone(),
+            facts,
+            hashes: HashTable::open(state.dir(), model.fingerprint, model.source.clone()),
+            source: model.source,
+            membership: membership.clone(),
+            sender: sender.clone(),
+            sync_rate: options.sync_rate.unwrap_or(0),
+        };
         let control = ServiceThread::start(&state, "shimmer-control", move |stop| async move {
             if let Err(why) = service::serve(control, credentials, listener, stop).await {
                 tracing::error!(why, "the control server stopped; nodes cannot join or fetch");
@@ -188,11 +204,13 @@ impl ClusterExperts {
                 local: model.local,
                 local_share: options.local_share,
                 fixed_deadline: options.deadline,
+                activity,
                 next_id: AtomicU64::new(1),
                 by_share: AtomicU64::new(0),
                 by_fallback: AtomicU64::new(0),
             },
             control_addr,
+            sender,
             threads: vec![wire, control],
             _lock: lock,
         }))
@@ -229,6 +247,11 @@ impl ClusterExperts {
     /// Status of every known node.
     pub fn nodes(&self) -> Vec<NodeStatus> {
         self.dispatcher.membership.all().iter().map(|node| node.status()).collect()
+    }
+
+    /// Bytes of records sent to nodes since the start.
+    pub fn sent_bytes(&self) -> u64 {
+        self.sender.sent_bytes()
     }
 
     /// Experts computed on this machine: by share and as fall-back.

@@ -316,6 +316,18 @@ impl Node {
         self.lock().held.contains(id)
     }
 
+    /// This node as a source of records, when it is connected and holds some of `missing`.
+    pub(super) fn as_source(&self, missing: &Held) -> Option<v1::Source> {
+        let inner = self.lock();
+        let sends = matches!(inner.status, Status::Ready | Status::Syncing) && inner.held.meets(missing);
+        sends.then(|| v1::Source {
+            node_id: self.id.clone(),
+            name: inner.name.clone(),
+            addresses: inner.fixed.iter().chain(&inner.addresses).cloned().collect(),
+            held: inner.held.to_wire(),
+        })
+    }
+
     pub(super) fn count_served(&self, experts: usize) {
         self.served.fetch_add(experts as u64, Ordering::Relaxed);
     }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shimmer_common::experts::ExpertSource;
+use shimmer_node::shards::{MAX_REQUEST_BYTES, RecordSender};
 use shimmer_node::tls::{self, Credentials};
 use shimmer_node::wire::{Facts, check_peer, layout_to_wire, peer_to_wire};
 use shimmer_proto::v1::cluster_server::{Cluster, ClusterServer};
@@ -17,6 +18,7 @@ use tonic::transport::server::{TcpConnectInfo, TcpIncoming, TlsConnectInfo};
 use tonic::transport::{Server, ServerTlsConfig};
 use tonic::{Request, Response, Status};
 
+use super::hashes::HashTable;
 use super::membership::Membership;
 use super::state::{ClusterState, Member};
 use super::{ca, placement, token};
@@ -33,6 +35,12 @@ pub(super) struct Control {
     pub(super) facts: Facts,
     pub(super) source: Arc<dyn ExpertSource>,
     pub(super) membership: Arc<Membership>,
+    /// What records hash to.
+    pub(super) hashes: HashTable,
+    /// Sends records, below dispatches.
+    pub(super) sender: RecordSender,
+    /// Most bytes per second a node fetches with; 0 = no limit.
+    pub(super) sync_rate: u64,
 }
 
 /// Serves on `listener` until `stop` is dropped.
@@ -56,12 +64,14 @@ pub(super) async fn serve(
         .http2_keepalive_interval(Some(KEEP_ALIVE))
         .http2_keepalive_timeout(Some(KEEP_ALIVE))
         .add_service(ClusterServer::new(control.clone()))
-        .add_service(ShardsServer::new(control))
+        .add_service(ShardsServer::new(control.clone()).max_decoding_message_size(MAX_REQUEST_BYTES))
         .serve_with_incoming(TcpIncoming::from(listener).with_nodelay(Some(true)));
-    tokio::select! {
+    let served = tokio::select! {
         served = server => served.map_err(|e| tls::cause(&e)),
         _ = stop => Ok(()),
-    }
+    };
+    control.hashes.save();
+    served
 }
 
 impl Control {
@@ -72,10 +82,15 @@ impl Control {
                 "this call needs a node's certificate; join first with `shimmer-node join TOKEN`",
             )
         })?;
+        self.member(&id)
+    }
+
+    /// The member `id`, as long as it is one.
+    pub(super) fn member(&self, id: &str) -> Result<Member, Status> {
         let members = self.state.members().map_err(|e| internal(&e))?;
         match members.into_iter().find(|m| m.id == id) {
             Some(member) if member.revoked => {
-                if let Some(node) = self.membership.get(&id) {
+                if let Some(node) = self.membership.get(id) {
                     node.cut.notify_one();
                 }
                 Err(Status::permission_denied(format!(
@@ -170,6 +185,7 @@ impl Cluster for Control {
             addresses.push(SocketAddr::new(remote.ip(), port).to_string());
         }
         let control = self.clone();
+        let held = request.held;
         blocking(move || {
             if let Some(node) = control.membership.get(&member.id) {
                 node.introduce(&member.name, &addresses).map_err(Status::aborted)?;
@@ -186,14 +202,19 @@ impl Cluster for Control {
             // Dialled only when the address is stored: a coordinator that restarts finds it there.
             control.membership.get_or_add(&member.id, &member.name, &addresses).wake.notify_one();
             let members = control.state.members().map_err(|e| internal(&e))?;
+            let roster = Self::roster(&members);
             // One that joined and was never seen serving owns nothing: nobody else would fetch its share.
             let serves = |m: &Member| !m.revoked && !m.addresses.is_empty();
             let owners: Vec<String> = members.into_iter().filter(serves).map(|m| m.id).collect();
             let layout = control.source.layout();
+            let assigned = placement::assigned(layout, &owners, &member.id);
             Ok(Response::new(v1::RegisterReply {
                 peer: Some(peer_to_wire(&control.facts)),
                 layout: Some(layout_to_wire(layout)),
-                assigned: placement::assigned(layout, &owners, &member.id).to_wire(),
+                sources: control.sources_for(&member.id, &assigned, &held),
+                assigned: assigned.to_wire(),
+                roster,
+                fetch_bytes_per_s: control.sync_rate,
                 heartbeat_ms: HEARTBEAT.as_millis() as u32,
                 ..v1::RegisterReply::default()
             }))

@@ -195,7 +195,7 @@ fn another_protocol_version_is_refused_naming_both_sides() {
     let status = runtime.block_on(ClusterClient::new(control.clone()).register(request)).unwrap_err();
     assert_eq!(status.code(), tonic::Code::FailedPrecondition);
     assert!(
-        status.message().contains("node future speaks protocol 99, the coordinator speaks protocol 1"),
+        status.message().contains("node future speaks protocol 99, the coordinator speaks protocol 2"),
         "{}",
         status.message()
     );
@@ -217,7 +217,7 @@ fn another_protocol_version_is_refused_naming_both_sides() {
         answers.message().await.unwrap().unwrap().message.unwrap()
     });
     let v1::from_node::Message::Refused(why) = answer else { panic!("{answer:?}") };
-    assert!(why.contains("the coordinator speaks protocol 99, node kitchen speaks protocol 1"), "{why}");
+    assert!(why.contains("the coordinator speaks protocol 99, node kitchen speaks protocol 2"), "{why}");
 }
 
 #[test]

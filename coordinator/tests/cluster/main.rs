@@ -6,6 +6,7 @@ mod faults;
 mod peers;
 mod shards;
 mod support;
+mod sync;
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;

@@ -259,6 +259,7 @@ pub fn options(name: &str) -> JoinOptions {
         isa: None,
         threads: Some(1),
         pack: None,
+        adopt: Vec::new(),
     }
 }
 

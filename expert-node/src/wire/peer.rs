@@ -113,7 +113,7 @@ mod tests {
         wire.protocol = 7;
         let protocol = check_peer(&ours, Some(&wire)).unwrap_err();
         assert!(
-            protocol.contains("node a speaks protocol 7, the coordinator speaks protocol 1"),
+            protocol.contains("node a speaks protocol 7, the coordinator speaks protocol 2"),
             "{protocol}"
         );
 

@@ -47,13 +47,14 @@ impl PackStore {
         for entry in std::fs::read_dir(dir).map_err(PackError::io("read", dir))? {
             let entry = entry.map_err(PackError::io("read", dir))?;
             let Some((id, hash)) = entry.file_name().to_str().and_then(parse_partial_name) else { continue };
-            let bytes = entry.metadata().map_err(PackError::io("read", &entry.path()))?.len();
+            // One that vanishes meanwhile has become a record.
+            let Ok(bytes) = entry.metadata().map(|meta| meta.len()) else { continue };
             let useful = !self.contains(id)
                 && self.layout().record_bytes(id).is_some_and(|record| bytes <= record as u64);
             if useful {
                 found.push(PartialInfo { id, hash, bytes });
             } else {
-                std::fs::remove_file(entry.path()).map_err(PackError::io("remove", &entry.path()))?;
+                self.drop_partial(id, hash)?;
             }
         }
         found.sort_unstable_by_key(|partial| (partial.id, partial.hash));
@@ -68,7 +69,8 @@ impl PackStore {
     /// `keep` bytes are there.
     pub fn open_partial(&self, id: ExpertId, hash: [u8; 32], keep: u64) -> Result<Partial, PackError> {
         let wrong = |what: String| PackError::WrongRecord { id, what };
-        let len = self.layout().record_bytes(id).ok_or_else(|| wrong("the model has no such expert".into()))?;
+        let len =
+            self.layout().record_bytes(id).ok_or_else(|| wrong("the model has no such expert".into()))?;
         let path = self.dir().join(partial_name(id, &hash));
         let mut options = OpenOptions::new();
         let file = options.read(true).write(true).create(true).truncate(false).open(&path);

@@ -472,7 +472,13 @@ fn a_record_arrives_in_pieces_and_a_kill_between_them_loses_nothing() {
     // Killed after the record was stored and before its beginning was removed.
     drop(store.open_partial(id, hash, 0).unwrap());
     assert_eq!(store.partials().unwrap(), []);
-    assert!(std::fs::read_dir(&to).unwrap().all(|f| !f.unwrap().file_name().to_string_lossy().contains("partial")));
+    assert!(
+        std::fs::read_dir(&to).unwrap().all(|f| !f
+            .unwrap()
+            .file_name()
+            .to_string_lossy()
+            .contains("partial"))
+    );
 }
 
 #[test]
