@@ -14,6 +14,7 @@ use shimmer_common::size::Size;
 
 use crate::config::NodeConfig;
 use crate::error::NodeError;
+use crate::fetch::progress::SyncReport;
 use crate::files::FileLock;
 use crate::join::{JoinOptions, join};
 use crate::run::run;
@@ -107,6 +108,10 @@ struct JoinArgs {
     /// Use only the token's addresses: do not look for the coordinator by multicast DNS
     #[arg(long)]
     no_discovery: bool,
+    /// Model directory or expert pack already on this PC: its experts are served from there instead of
+    /// being fetched; repeatable
+    #[arg(long, value_name = "DIR", conflicts_with = "pack")]
+    adopt: Vec<PathBuf>,
     /// Join only; `shimmer-node start` serves later
     #[arg(long)]
     no_start: bool,
@@ -170,15 +175,21 @@ fn join_and_run(args: JoinArgs) -> Result<Ended, NodeError> {
         ram_bytes: args.ram.map(|size| size.0),
         isa: Some(args.isa),
         threads: args.threads,
-        pack: args.pack.map(|dir| std::path::absolute(&dir).unwrap_or(dir)),
         discovery: !args.no_discovery,
         interface: args.interface,
+        pack: args.pack.map(absolute),
+        adopt: args.adopt.into_iter().map(absolute).collect(),
     };
     // Bound before the token is used up: a taken port leaves nothing behind.
     let listener = if args.no_start { None } else { Some(bind(args.listen)?) };
     let config = join(&args.token, &args.data.data, options)?;
     tracing::info!(node = config.settings.name, id = config.settings.id, "joined");
     listener.map_or(Ok(Ended::Done), |listener| start(config, listener))
+}
+
+/// The path as a later start from elsewhere finds it.
+fn absolute(dir: PathBuf) -> PathBuf {
+    std::path::absolute(&dir).unwrap_or(dir)
 }
 
 fn bind(address: SocketAddr) -> Result<TcpListener, NodeError> {
@@ -218,6 +229,7 @@ fn status(args: &StatusArgs) -> Result<(), NodeError> {
         Some(dir) => (dir.clone(), Pack::open(dir)),
         None => (config.data_dir.join("shard"), Pack::open(&config.data_dir.join("shard"))),
     };
+    let sync = SyncReport::read(&config.data_dir);
     let running = matches!(FileLock::try_acquire(&config.data_dir.join("lock")), Ok(None));
     let unreachable = config.problem().filter(|_| running);
     let (experts, bytes, model) = match &held {
@@ -236,17 +248,22 @@ fn status(args: &StatusArgs) -> Result<(), NodeError> {
             "bytes": bytes,
             "model": model,
             "unreachable": unreachable,
+            "adopted": settings.adopt,
+            "sync": sync.filter(|_| running),
             "problem": held.err().map(|e| e.to_string()),
         })
         .to_string()
     } else {
+        let adopted: String =
+            settings.adopt.iter().map(|dir| format!("\nadopted {}", dir.display())).collect();
+        let sync = sync.filter(|_| running).map_or(String::new(), |sync| format!("\nsync {}", sync.line()));
         let records = match &held {
             Ok(_) => format!("{experts} experts, {bytes} bytes in {}", dir.display()),
             Err(error) => error.to_string(),
         };
         let reach = unreachable.map_or(String::new(), |why| format!(", but cannot be dialled: {why}"));
         format!(
-            "node {} ({})\n{}{reach}\ncoordinator {}\nlisten {}\nmodel {}\nrecords {records}",
+            "node {} ({})\n{}{reach}\ncoordinator {}\nlisten {}\nmodel {}\nrecords {records}{adopted}{sync}",
             settings.name,
             settings.id,
             if running { "running" } else { "not running" },

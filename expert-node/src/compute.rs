@@ -20,7 +20,8 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use crate::error::NodeError;
 use crate::hints::{self, Slack};
-use crate::wire::{WireError, dispatch_from_wire, hints_from_wire};
+use crate::pace::Working;
+use crate::wire::{Held, WireError, dispatch_from_wire, hints_from_wire};
 
 /// Answers on their way to the coordinator.
 pub(crate) type Answers = UnboundedSender<Outgoing>;
@@ -60,6 +61,8 @@ pub(crate) struct Job {
     pub(crate) answers: Answers,
     /// Its share of the intake, held until its answer is gone.
     pub(crate) room: OwnedSemaphorePermit,
+    /// Records are sent to others more slowly while it exists.
+    pub(crate) _working: Working,
 }
 
 /// Handle of the compute thread; the thread ends when the last handle is gone.
@@ -145,6 +148,11 @@ impl Compute {
 }
 
 impl Compute {
+    /// The store, for looking at.
+    pub(crate) fn store(&self) -> Weak<LocalStore> {
+        self.store.clone()
+    }
+
     /// Adds what the store and the queue are doing.
     pub(crate) fn describe(&self, load: &mut v1::Load) {
         let count = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
@@ -166,6 +174,9 @@ impl Compute {
         load.hinted_used_bytes = stats.prefetch_used_bytes;
         load.hinted_wasted_bytes = stats.prefetch_wasted_bytes;
         load.takes_hints = self.slack.takes_hints(&store);
+        let mut resident = Held::none(layout);
+        store.resident_ids().into_iter().for_each(|id| resident.insert(id));
+        load.resident = resident.to_wire();
     }
 }
 

@@ -1,8 +1,8 @@
 //! The data directory of a node: settings, identity and shard.
 //!
 //! `node.json` (settings, written by `join`), `node.key`, `node.crt`, `ca.crt` (identity), `lock`
-//! (held while the node runs), `problem` (why the
-//! coordinator cannot reach it) and `shard/` (records fetched from the coordinator).
+//! (held while the node runs), `problem` (why the coordinator cannot reach it), `shard/` (records fetched)
+//! and `progress.json` (how far fetching is).
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -46,6 +46,9 @@ pub struct Settings {
     pub threads: Option<usize>,
     /// Expert pack to serve; absent means fetching records from the coordinator.
     pub pack: Option<PathBuf>,
+    /// Model directories or packs whose experts need not be fetched.
+    #[serde(default)]
+    pub adopt: Vec<PathBuf>,
     /// Whether to look for the coordinator by mDNS beside its known addresses.
     #[serde(default = "yes")]
     pub discovery: bool,
@@ -135,6 +138,7 @@ impl Settings {
             pack: None,
             discovery: true,
             interface: None,
+            adopt: Vec::new(),
         })
     }
 

@@ -13,6 +13,7 @@ use crate::discover::Search;
 use crate::error::NodeError;
 use crate::files::{create_private_dir, write_private};
 use crate::interfaces;
+use crate::records::Adopted;
 use crate::tls::{self, Credentials};
 use crate::token::Token;
 
@@ -40,6 +41,8 @@ pub struct JoinOptions {
     pub discovery: bool,
     /// Network interface whose addresses are told to the coordinator when `advertise` is empty.
     pub interface: Option<String>,
+    /// Model directories or packs whose experts need not be fetched.
+    pub adopt: Vec<PathBuf>,
 }
 
 /// Joins the cluster of `token` and fills `data_dir`. The private key is made here and never leaves.
@@ -70,10 +73,12 @@ pub fn join(token: &str, data_dir: &Path, options: JoinOptions) -> Result<NodeCo
     settings.pack = options.pack;
     settings.discovery = options.discovery;
     settings.interface = options.interface;
+    settings.adopt = options.adopt;
     settings.kernels()?;
     if let Some(dir) = &settings.pack {
         Pack::open(dir)?;
     }
+    Adopted::open(&settings.adopt)?;
 
     let old_key = known.map(|k| k.credentials()).transpose()?.and_then(|c| c.identity).map(|(_, key)| key);
     let key = match old_key {
@@ -206,6 +211,7 @@ mod tests {
             pack: None,
             discovery: false,
             interface: None,
+            adopt: Vec::new(),
         };
         // The lock is tried before the network: the token is not used up.
         let refused = join(&token.encode(), dir.path(), options).unwrap_err();

@@ -22,12 +22,15 @@ mod lease;
 mod liveness;
 mod machine;
 mod measure;
+pub mod pace;
 pub mod probe;
+mod records;
 mod register;
 mod roster;
 mod run;
 mod service;
 mod shard;
+pub mod shards;
 #[cfg(test)]
 mod testing;
 pub mod tls;
@@ -36,6 +39,7 @@ pub mod wire;
 
 pub use config::{NodeConfig, Records, Settings};
 pub use error::NodeError;
+pub use fetch::progress::SyncReport;
 pub use join::{JoinOptions, join};
 pub use register::Backoff;
 pub use run::run;

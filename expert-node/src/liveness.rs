@@ -73,7 +73,12 @@ fn hold(shared: &Shared, stay: &mut Option<Stay>, ping: &v1::Ping) -> Result<(),
 
 /// What the node is doing now.
 fn load(shared: &Shared) -> v1::Load {
-    let mut load = v1::Load { sync: Some(shared.sync_progress()), ..v1::Load::default() };
+    let mut load = v1::Load {
+        sync: Some(shared.sync_progress()),
+        measurement: shared.meter.read(),
+        sent_bytes: shared.sharing.sender.sent_bytes(),
+        ..v1::Load::default()
+    };
     if let Some(serving) = shared.serving() {
         serving.compute.describe(&mut load);
     }

@@ -38,8 +38,8 @@ impl Meter {
     }
 
     /// Measures in the background, with the records and kernels of `store`, until the store is gone.
-    pub(crate) fn start(&self, store: &Arc<LocalStore>, records: &Path, threads: usize) {
-        let (meter, store, records) = (self.clone(), Arc::downgrade(store), records.to_owned());
+    pub(crate) fn start(&self, store: Weak<LocalStore>, records: &Path, threads: usize) {
+        let (meter, records) = (self.clone(), records.to_owned());
         let spawned = std::thread::Builder::new()
             .name("shimmer-measure".to_owned())
             .spawn(move || meter.follow(&store, &records, threads));

@@ -12,11 +12,12 @@ use tonic::transport::Channel;
 use crate::config::NodeConfig;
 use crate::discover::Search;
 use crate::error::NodeError;
+use crate::fetch::Peer;
 use crate::interfaces;
 use crate::join::status_error;
 use crate::service::Shared;
 use crate::tls::{self, Credentials};
-use crate::wire::{Facts, Held, check_peer, layout_from_wire, peer_to_wire};
+use crate::wire::{Facts, Held, check_peer, layout_from_wire, peer_to_wire, printable};
 
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long announcements are waited for before the known addresses are tried again.
@@ -40,6 +41,12 @@ pub(crate) struct Registration {
     pub(crate) unreachable: String,
     /// What is wrong with the two clocks.
     pub(crate) skew: Option<String>,
+    /// Nodes records can be fetched from.
+    pub(crate) peers: Vec<Peer>,
+    /// Whether it is open what this node should own.
+    pub(crate) settling: bool,
+    /// Most bytes per second to fetch with; 0 = no limit.
+    pub(crate) fetch_bytes_per_s: u64,
 }
 
 /// The client side of the coordinator's control port.
@@ -109,6 +116,8 @@ impl Registrar {
             instance: self.shared.instance.to_vec().into(),
             unix_ms: tls::unix_millis(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
+            held: self.shared.held(),
+            measurement: self.shared.meter.read(),
             ..v1::RegisterRequest::default()
         };
         let call =
@@ -139,7 +148,21 @@ impl Registrar {
         let heartbeat = Duration::from_millis(reply.heartbeat_ms.clamp(200, 60_000).into());
         let skew = tls::clock_skew(tls::unix_millis(), reply.unix_ms, "the coordinator");
         let (roster, unreachable) = (reply.roster, printable(&reply.unreachable));
-        Ok(Registration { coordinator, layout, assigned, heartbeat, channel, roster, unreachable, skew })
+        let peers = reply.sources.into_iter().take(MAX_PEERS).filter_map(|s| peer(&layout, s)).collect();
+        let (fetch_bytes_per_s, settling) = (reply.fetch_bytes_per_s, reply.settling);
+        Ok(Registration {
+            coordinator,
+            layout,
+            assigned,
+            heartbeat,
+            channel,
+            roster,
+            unreachable,
+            skew,
+            peers,
+            settling,
+            fetch_bytes_per_s,
+        })
     }
 
     async fn channel(&mut self) -> Result<Channel, NodeError> {
@@ -166,9 +189,15 @@ impl Registrar {
     }
 }
 
-/// A sentence from the network, shortened and free of control characters.
-fn printable(sentence: &str) -> String {
-    sentence.chars().filter(|c| !c.is_control()).take(500).collect()
+/// Most nodes that records are fetched from.
+const MAX_PEERS: usize = 256;
+
+/// A source as it can be used; `None` for one that is malformed.
+fn peer(layout: &ExpertLayout, source: v1::Source) -> Option<Peer> {
+    let held = Held::from_wire(layout, &source.held).ok()?;
+    let name = format!("node {}", printable(&source.name));
+    let addresses = source.addresses.into_iter().take(8).collect();
+    tls::is_node_id(&source.node_id).then_some(Peer { id: source.node_id, name, addresses, held })
 }
 
 /// Pauses between attempts: doubling from 250 ms to 5 s.

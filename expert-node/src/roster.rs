@@ -35,7 +35,6 @@ impl Roster {
     }
 
     /// Whether `id` may fetch records here.
-    #[cfg_attr(not(test), allow(dead_code, reason = "asked by the node's Shards service"))]
     pub(crate) fn contains(&self, id: &str) -> bool {
         self.lock().members.contains(id)
     }

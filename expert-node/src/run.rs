@@ -3,12 +3,13 @@
 use std::future::Future;
 use std::net::TcpListener;
 use std::path::Path;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use shimmer_proto::v1::experts_server::ExpertsServer;
 use shimmer_proto::v1::liveness_server::LivenessServer;
+use shimmer_proto::v1::probe_server::ProbeServer;
+use shimmer_proto::v1::shards_server::ShardsServer;
 use tonic::service::InterceptorLayer;
 use tonic::transport::{Server, ServerTlsConfig};
 
@@ -16,10 +17,12 @@ use crate::config::NodeConfig;
 use crate::error::NodeError;
 use crate::gate;
 use crate::liveness::LivenessService;
+use crate::probe::{About, Admits, MAX_PROBE_BYTES, ProbeService};
 use crate::register::{Backoff, Registrar, Registration};
 use crate::service::{ExpertsService, Shared};
 use crate::shard::Shard;
-use crate::tls::Credentials;
+use crate::shards::{MAX_REQUEST_BYTES, ShardsService};
+use crate::tls::{self, Credentials};
 use crate::wire::MAX_MESSAGE_BYTES;
 
 /// For how long a node that was started again may look like a copy of itself.
@@ -75,14 +78,35 @@ async fn serve(config: NodeConfig, listener: TcpListener, alive: mpsc::Sender<()
                 .max_decoding_message_size(MAX_MESSAGE_BYTES)
                 .max_encoding_message_size(MAX_MESSAGE_BYTES),
         )
+        .add_service(
+            ShardsServer::new(ShardsService { shared: shared.clone() })
+                .max_decoding_message_size(MAX_REQUEST_BYTES),
+        )
+        .add_service(
+            ProbeServer::new(probe(&shared, &credentials)).max_decoding_message_size(2 * MAX_PROBE_BYTES),
+        )
         .serve_with_incoming(shared.gate.incoming(listener));
     let settings = &config.settings;
     tracing::info!(node = settings.name, id = settings.id, port, "expert node is up");
     let registrar = Registrar::new(shared, credentials, config, port);
     tokio::select! {
-        served = server => served.map_err(|e| NodeError::Machine { what: "the server stopped", cause: crate::tls::cause(&e) }),
+        served = server => served.map_err(|e| NodeError::Machine { what: "the server stopped", cause: tls::cause(&e) }),
         ended = stay_registered(registrar, shard) => ended,
     }
+}
+
+/// Measurements for the coordinator and for members that may fetch records.
+fn probe(shared: &Arc<Shared>, credentials: &Credentials) -> ProbeService {
+    let (admitting, telling) = (shared.clone(), shared.clone());
+    let admits: Admits = Arc::new(move |names| {
+        let is_member = |name: &String| tls::node_id(name).is_some_and(|id| admitting.roster.contains(id));
+        names.iter().any(|name| name == tls::COORDINATOR_NAME || is_member(name))
+    });
+    let about: About = Arc::new(move || {
+        let source = telling.records.get().map(|(source, _)| source.clone());
+        (telling.facts(), source)
+    });
+    ProbeService::new(credentials.clone(), shared.settings.id.clone(), admits, about)
 }
 
 fn server(credentials: &Credentials, data_dir: &Path) -> Result<Server, NodeError> {
@@ -99,7 +123,7 @@ fn server(credentials: &Credentials, data_dir: &Path) -> Result<Server, NodeErro
         path: data_dir.to_owned(),
         what: format!(
             "ca.crt, node.crt or node.key is damaged ({}); restore it or join again with a new token under another --data directory",
-            crate::tls::cause(&e).trim_end_matches('.')
+            tls::cause(&e).trim_end_matches('.')
         ),
     })?;
     Ok(gate::limited(server))
@@ -131,7 +155,7 @@ async fn stay_registered(mut registrar: Registrar, mut shard: Shard) -> Result<(
                     tracing::warn!("{skew}");
                 }
                 skewed = registration.skew.is_some();
-                take_up(&registrar.shared, &mut shard, &registration)?;
+                take_up(&registrar, &mut shard, &registration)?;
                 registration.heartbeat
             }
             // The coordinator may not have noticed yet that this process was started again.
@@ -150,7 +174,8 @@ async fn stay_registered(mut registrar: Registrar, mut shard: Shard) -> Result<(
 }
 
 /// Serves the coordinator's model and fetches what is assigned and missing.
-fn take_up(shared: &Arc<Shared>, shard: &mut Shard, registration: &Registration) -> Result<(), NodeError> {
+fn take_up(registrar: &Registrar, shard: &mut Shard, registration: &Registration) -> Result<(), NodeError> {
+    let shared = &registrar.shared;
     let coordinator = &registration.coordinator;
     let fingerprint = coordinator.fingerprint.ok_or_else(|| {
         NodeError::Mismatch(
@@ -159,9 +184,8 @@ fn take_up(shared: &Arc<Shared>, shard: &mut Shard, registration: &Registration)
         )
     })?;
     shared.roster.set(registration.roster.iter().cloned());
-    shared.wanted.store(u32::try_from(registration.assigned.len()).unwrap_or(u32::MAX), Ordering::Relaxed);
     shard.begin(shared, fingerprint, &registration.layout)?;
     shared.serve(coordinator.profile)?;
-    shard.fetch_missing(shared, registration.channel.clone(), &registration.assigned);
+    shard.fetch_missing(shared, &registrar.credentials, registration);
     Ok(())
 }

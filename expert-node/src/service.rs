@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use shimmer_common::container::Fingerprint;
@@ -22,7 +22,9 @@ use crate::config::Settings;
 use crate::error::NodeError;
 use crate::gate::Gate;
 use crate::lease::{GREETING, Lease};
+use crate::measure::Meter;
 use crate::roster::Roster;
+use crate::shards::Sharing;
 use crate::tls;
 use crate::wire::{Facts, Held, MAX_MESSAGE_BYTES, check_peer, peer_to_wire};
 
@@ -65,17 +67,20 @@ pub(crate) struct Shared {
     /// The connections to this node.
     pub(crate) gate: Arc<Gate>,
     /// Who may fetch records here.
-    pub(crate) roster: Roster,
-    /// Experts this node should own, as far as it knows.
-    pub(crate) wanted: AtomicU32,
-    /// Experts held when `held_changed` last had the value beside it.
-    counted: Mutex<Option<(u64, u32)>>,
+    pub(crate) roster: Arc<Roster>,
+    /// What this node measured of itself.
+    pub(crate) meter: Meter,
+    /// Whether it is open what this node should own.
+    pub(crate) settling: AtomicBool,
+    data_dir: PathBuf,
     /// Where the usage of this node's experts is kept.
     usage_path: PathBuf,
     /// The records and their model, once there are any.
     pub(crate) records: OnceLock<(Arc<dyn ExpertSource>, Fingerprint)>,
     /// Set by the first coordinator that has the same model: it also fixes the numeric profile.
     serving: OnceLock<Serving>,
+    /// What other members get from this node and what it gets from them.
+    pub(crate) sharing: Sharing,
     /// Counts how often the set of held experts changed.
     pub(crate) held_changed: watch::Sender<u64>,
     /// Dropped with the last user of the records.
@@ -96,12 +101,14 @@ impl Shared {
             instance,
             lease: Lease::new(),
             gate: Gate::new(),
-            roster: Roster::default(),
-            wanted: AtomicU32::new(0),
-            counted: Mutex::default(),
+            roster: Arc::default(),
+            meter: Meter::default(),
+            settling: AtomicBool::new(false),
+            data_dir: data_dir.to_owned(),
             usage_path: data_dir.join(file::FILE_NAME),
             records: OnceLock::new(),
             serving: OnceLock::new(),
+            sharing: Sharing::new(),
             held_changed: watch::Sender::new(0),
             alive,
         })
@@ -110,27 +117,6 @@ impl Shared {
     /// What is served, if anything is.
     pub(crate) fn serving(&self) -> Option<&Serving> {
         self.serving.get()
-    }
-
-    /// How far the fetching of records is.
-    pub(crate) fn sync_progress(&self) -> v1::SyncProgress {
-        let held_records = self.serving.get().map_or(0, |serving| self.count_held(serving));
-        let wanted_records = self.wanted.load(Ordering::Relaxed);
-        v1::SyncProgress { wanted_records, held_records, ..v1::SyncProgress::default() }
-    }
-
-    /// Counts the experts held, anew only when they have changed.
-    fn count_held(&self, serving: &Serving) -> u32 {
-        let version = *self.held_changed.borrow();
-        let mut counted = self.counted.lock().unwrap_or_else(PoisonError::into_inner);
-        match *counted {
-            Some((at, held)) if at == version => held,
-            _ => {
-                let held = u32::try_from(serving.held().len()).unwrap_or(u32::MAX);
-                *counted = Some((version, held));
-                held
-            }
-        }
     }
 
     /// Cuts off members that were revoked.
@@ -156,23 +142,36 @@ impl Shared {
         let usage = UsageKeeper::open(Some(self.usage_path.clone()), *model, source.layout(), || None);
         let compute =
             Compute::start(source.clone(), kernels, profile, ram, threads, usage, self.alive.clone())?;
+        self.meter.start(compute.store(), &self.data_dir, threads);
         Ok(Some(self.serving.get_or_init(|| Serving {
             profile,
             source: source.clone(),
             compute,
             isa: kernels.isa().to_string(),
             ram_bytes,
-            syncing: AtomicBool::new(false),
+            syncing: AtomicBool::new(self.settling.load(Ordering::Relaxed)),
         })))
     }
 
-    /// Notes whether records are still being fetched, and tells the coordinator of a change.
-    pub(crate) fn set_syncing(&self, syncing: bool) {
+    /// Notes whether records are still being fetched, and tells the coordinator of a change. As long as it is
+    /// not decided what this node should own, it is not complete.
+    pub(crate) fn set_syncing(&self, fetching: bool) {
+        let syncing = fetching || self.settling.load(Ordering::Relaxed);
         if let Some(serving) = self.serving.get()
             && serving.syncing.swap(syncing, Ordering::Relaxed) != syncing
         {
             self.held_changed.send_modify(|n| *n += 1);
         }
+    }
+
+    /// How far the fetching of records is.
+    pub(crate) fn sync_progress(&self) -> v1::SyncProgress {
+        self.sharing.progress.to_wire()
+    }
+
+    /// The experts held, as a bitset; empty before there is a model.
+    pub(crate) fn held(&self) -> bytes::Bytes {
+        self.serving.get().map(|serving| serving.held().to_wire()).unwrap_or_default()
     }
 
     /// Our side of every handshake.
@@ -295,7 +294,15 @@ async fn session(
                 let room = intake.clone().acquire_many_owned(room_for(&dispatch, serving)).await;
                 let room = room.map_err(|_| "the node is stopping".to_owned())?;
                 let (cancelled, answers) = (cancelled.clone(), answers.clone());
-                serving.compute.submit(Job { dispatch, received, cancelled, answers, room });
+                let working = shared.sharing.activity.begin();
+                serving.compute.submit(Job {
+                    dispatch,
+                    received,
+                    cancelled,
+                    answers,
+                    room,
+                    _working: working,
+                });
             }
             Some(v1::to_node::Message::Cancel(cancel)) => cancelled.add(cancel.id),
             Some(_) => return Err("it repeated its greeting".to_owned()),

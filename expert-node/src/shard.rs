@@ -1,31 +1,37 @@
 //! The records of a node: a pack it was given, or a shard it fetches and keeps whole.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use shimmer_common::container::Fingerprint;
 use shimmer_common::experts::pack::{Pack, PackError, PackStore};
-use shimmer_common::experts::{ExpertError, ExpertId, ExpertLayout, ExpertSource};
-use shimmer_common::io::Segment;
-use tokio::sync::watch;
-use tonic::transport::Channel;
+use shimmer_common::experts::{ExpertId, ExpertLayout, ExpertSource as _};
 
 use crate::config::{NodeConfig, Records};
 use crate::error::NodeError;
-use crate::fetch::fetch;
+use crate::fetch::{Fetcher, Target};
+use crate::records::{Adopted, NodeRecords};
+use crate::register::Registration;
 use crate::service::Shared;
-use crate::wire::Held;
-
-/// How often the coordinator is told of new records while fetching.
-const TELL_EVERY: Duration = Duration::from_secs(1);
+use crate::tls::Credentials;
 
 /// Where the records of a node come from.
 pub(crate) enum Shard {
     /// Records that do not change: a pack, or a source of this process.
     Fixed,
-    /// Fetched into this directory.
-    Fetched { dir: PathBuf, store: Option<Arc<PackStore>>, fetching: Arc<Mutex<bool>> },
+    /// Fetched into a directory, besides what was adopted.
+    Fetched(Fetched),
+}
+
+/// A shard that is fetched.
+pub(crate) struct Fetched {
+    data_dir: PathBuf,
+    dir: PathBuf,
+    /// Until the shard is opened.
+    adopted: Vec<Adopted>,
+    records: Option<Arc<NodeRecords>>,
+    fetcher: Option<Fetcher>,
 }
 
 impl Shard {
@@ -43,15 +49,22 @@ impl Shard {
                 Ok(Self::Fixed)
             }
             Records::Fetched => {
-                let dir = config.data_dir.join("shard");
-                let mut shard = Self::Fetched { dir: dir.clone(), store: None, fetching: Arc::default() };
+                // Complete only when the coordinator has said so.
+                shared.settling.store(true, Ordering::Relaxed);
+                let mut fetched = Fetched {
+                    data_dir: config.data_dir.clone(),
+                    dir: config.data_dir.join("shard"),
+                    adopted: Adopted::open(&config.settings.adopt)?,
+                    records: None,
+                    fetcher: None,
+                };
                 // Not read strictly as a pack: what is damaged is forgotten and fetched again.
-                match PackStore::open(&dir) {
-                    Ok(store) => shard.hold(shared, store),
+                match PackStore::open(&fetched.dir) {
+                    Ok(store) => fetched.hold(shared, store)?,
                     Err(PackError::NotAPack { .. }) => {}
-                    Err(error) => return Err(shard_error(&dir, error)),
+                    Err(error) => return Err(shard_error(&fetched.dir, error)),
                 }
-                Ok(shard)
+                Ok(Self::Fetched(fetched))
             }
         }
     }
@@ -72,73 +85,54 @@ impl Shard {
                 source.describe()
             )));
         }
-        let Self::Fetched { dir, .. } = self else { return Ok(()) };
+        let Self::Fetched(fetched) = self else { return Ok(()) };
+        let dir = &fetched.dir;
+        // Before anything is made on the disk.
+        fetched.adopted.iter().try_for_each(|adopted| adopted.check(fingerprint, layout))?;
         let opened = PackStore::open_or_create(dir, fingerprint, layout).map_err(|e| shard_error(dir, e))?;
-        self.hold(shared, opened);
-        Ok(())
+        fetched.hold(shared, opened)
     }
 
-    /// Puts an opened store into `shared`.
-    fn hold(&mut self, shared: &Shared, opened: PackStore) {
-        let Self::Fetched { store, .. } = self else { return };
-        let fingerprint = opened.fingerprint();
-        for what in opened.repairs() {
-            tracing::warn!(what, "the shard was damaged, fetching again");
-        }
-        let opened = store.insert(Arc::new(opened)).clone();
-        let healing = Healing { store: opened, held_changed: shared.held_changed.clone() };
-        let _ = shared.records.set((Arc::new(healing), fingerprint));
-    }
-
-    /// Starts fetching what is assigned and missing, unless that is already under way.
-    pub(crate) fn fetch_missing(&self, shared: &Arc<Shared>, channel: Channel, assigned: &Held) {
-        let Self::Fetched { store: Some(store), fetching, .. } = self else { return };
-        let wanted: Vec<ExpertId> = store.layout().ids().filter(|&id| assigned.contains(id)).collect();
-        let missing = store.missing(&wanted);
-        shared.set_syncing(!missing.is_empty());
-        if missing.is_empty() || std::mem::replace(&mut *lock(fetching), true) {
-            return;
-        }
-        let (shared, store, fetching) = (shared.clone(), store.clone(), fetching.clone());
-        tokio::spawn(async move {
-            fetch_all(&shared, channel, &store, &missing).await;
-            *lock(&fetching) = false;
+    /// Fetches from now on what this registration says is wanted and missing.
+    pub(crate) fn fetch_missing(
+        &mut self,
+        shared: &Arc<Shared>,
+        credentials: &Credentials,
+        registration: &Registration,
+    ) {
+        let Self::Fetched(Fetched { records: Some(records), fetcher, data_dir, .. }) = self else { return };
+        let layout = records.store().layout();
+        let wanted: Vec<ExpertId> = layout.ids().filter(|&id| registration.assigned.contains(id)).collect();
+        let fetcher = fetcher.get_or_insert_with(|| {
+            Fetcher::start(shared.clone(), records.clone(), credentials.clone(), data_dir.clone())
+        });
+        // Before anybody can take a node without records for a complete one.
+        shared.settling.store(registration.settling, Ordering::Relaxed);
+        shared.set_syncing(wanted.iter().any(|&id| !records.contains(id)));
+        fetcher.aim(Target {
+            wanted,
+            coordinator: registration.channel.clone(),
+            peers: registration.peers.clone(),
+            bytes_per_s: registration.fetch_bytes_per_s,
         });
     }
 }
 
-fn lock(flag: &Mutex<bool>) -> std::sync::MutexGuard<'_, bool> {
-    flag.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-async fn fetch_all(shared: &Shared, channel: Channel, store: &Arc<PackStore>, missing: &[ExpertId]) {
-    let total: u64 = missing.iter().filter_map(|&id| store.layout().record_bytes(id)).map(|b| b as u64).sum();
-    tracing::info!(records = missing.len(), bytes = total, "fetching records");
-    // Draws on a terminal only.
-    let bar = indicatif::ProgressBar::new(total);
-    let mut told = Instant::now();
-    let begun = told;
-    let fetched = fetch(channel, &shared.facts(), store, missing, |bytes| {
-        bar.inc(bytes as u64);
-        if told.elapsed() > TELL_EVERY {
-            told = Instant::now();
-            shared.held_changed.send_modify(|n| *n += 1);
+impl Fetched {
+    /// Puts an opened store, with what is adopted, into `shared`.
+    fn hold(&mut self, shared: &Shared, opened: PackStore) -> Result<(), NodeError> {
+        let fingerprint = opened.fingerprint();
+        for what in opened.repairs() {
+            tracing::warn!(what, "the shard was damaged, fetching again");
         }
-    })
-    .await;
-    bar.finish_and_clear();
-    match fetched {
-        Ok(()) => {
-            tracing::info!(
-                records = missing.len(),
-                elapsed_ms = begun.elapsed().as_millis() as u64,
-                "all records are here"
-            );
-            shared.set_syncing(false);
-        }
-        Err(error) => tracing::warn!(%error, "fetching stopped, trying again"),
+        let adopted = std::mem::take(&mut self.adopted);
+        adopted.iter().try_for_each(|adopted| adopted.check(fingerprint, opened.layout()))?;
+        let hashes = shared.sharing.hashes.clone();
+        let records = NodeRecords::new(Arc::new(opened), adopted, hashes, shared.held_changed.clone());
+        let records = self.records.insert(Arc::new(records)).clone();
+        let _ = shared.records.set((records, fingerprint));
+        Ok(())
     }
-    shared.held_changed.send_modify(|n| *n += 1);
 }
 
 /// As [`pack_error`], for records that can be fetched again.
@@ -164,40 +158,5 @@ fn pack_error(dir: &Path, error: PackError) -> NodeError {
         )),
         PackError::Expert(error) => NodeError::Experts(error),
         other => NodeError::Pack(other),
-    }
-}
-
-/// A shard that forgets a record found damaged, so that it is fetched again.
-struct Healing {
-    store: Arc<PackStore>,
-    held_changed: watch::Sender<u64>,
-}
-
-impl ExpertSource for Healing {
-    fn layout(&self) -> &ExpertLayout {
-        self.store.layout()
-    }
-
-    fn contains(&self, id: ExpertId) -> bool {
-        self.store.contains(id)
-    }
-
-    fn plan(&self, id: ExpertId) -> Result<Vec<Segment>, ExpertError> {
-        self.store.plan(id)
-    }
-
-    fn finish(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError> {
-        let finished = self.store.finish(id, record);
-        if let Err(ExpertError::Damaged { .. }) = &finished {
-            match self.store.forget(id) {
-                Ok(()) => self.held_changed.send_modify(|n| *n += 1),
-                Err(error) => tracing::error!(%error, "a damaged record cannot be forgotten"),
-            }
-        }
-        finished
-    }
-
-    fn describe(&self) -> String {
-        self.store.describe()
     }
 }

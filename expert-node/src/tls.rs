@@ -189,6 +189,11 @@ pub fn names_of(der: &[u8]) -> Vec<String> {
     dns.collect()
 }
 
+/// The node id in a DNS name of a node's certificate.
+pub fn node_id(name: &str) -> Option<&str> {
+    name.strip_suffix(ANY_NODE_NAME)?.strip_suffix('.').filter(|id| is_node_id(id))
+}
+
 /// The node id a caller's certificate carries.
 pub fn peer_node_id<T>(request: &tonic::Request<T>) -> Option<String> {
     let suffix = format!(".{ANY_NODE_NAME}");

@@ -11,6 +11,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use shimmer_common::experts::ExpertId;
+use shimmer_common::experts::ExpertSource as _;
 use shimmer_common::experts::pack::Pack;
 use shimmer_tests::lan::cluster::{LanCluster, Setup, demo_model};
 use shimmer_tests::process::{Program, wait_for};

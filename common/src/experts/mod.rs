@@ -4,6 +4,7 @@
 //! It is implemented by the [`LocalStore`] here and by the cluster (and its composition with local
 //! fallback) in the coordinator.
 
+mod hashes;
 mod layout;
 pub mod pack;
 mod store;
@@ -12,6 +13,7 @@ mod testing;
 pub mod times;
 pub mod usage;
 
+pub use hashes::RecordHashes;
 pub use layout::{ExpertLayout, ExpertMatrix, ExpertSpec, MatrixSpec, RecordPart};
 pub use store::{
     CallTally, EvictionPolicy, LearnedFrequency, LocalStore, MemoryWatch, SharedUsage, StoreOptions,
@@ -250,6 +252,12 @@ pub trait ExpertSource: Send + Sync {
     /// [`ExpertError::Missing`], [`ExpertError::Read`] or [`ExpertError::Damaged`].
     fn read(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError> {
         read_plainly(self, id, record)
+    }
+
+    /// BLAKE3 of the record, where this source knows it without reading.
+    fn record_hash(&self, id: ExpertId) -> Option<[u8; 32]> {
+        let _ = id;
+        None
     }
 
     /// "container" or "pack", with the path, for messages.

@@ -20,7 +20,7 @@ use super::model_args::{ExpertsChoice, LimitArgs};
 use super::open::{self, Loaded, Served};
 use super::output;
 use super::sampling_args::{SamplingArgs, ThinkArgs, describe_thinking};
-use crate::cluster::{ClusterExperts, ClusterState, LocalShare};
+use crate::cluster::{ClusterExperts, ClusterState, LocalShare, Settle};
 use crate::decode::EngineHandle;
 use crate::text::{ReplyEvent, TextModel};
 
@@ -132,6 +132,7 @@ fn load(args: &DemoArgs, dir: &Path, nodes: &DemoNodes, interrupt: &Interrupt) -
     };
     // Nodes are what the demo shows, though the toy would be faster alone.
     let mut limits = args.limits.clone();
+    limits.settle = Some(Settle { pause: JOIN_WAIT, nodes: Some(args.nodes as usize) });
     if args.limits.local_share.0 == LocalShare::Planned {
         limits.local_share.0 = LocalShare::Fixed(0.0);
     }

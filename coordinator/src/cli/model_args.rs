@@ -9,7 +9,7 @@ use shimmer_common::io::{Caching, IoMode, IoOptions};
 use shimmer_common::kernels::{Isa, Kernels};
 
 use super::error::CliError;
-use crate::cluster::LocalShare;
+use crate::cluster::{LocalShare, Settle};
 use crate::decode::DraftPolicy;
 use crate::model::LOOKAHEAD_DEPTH;
 use shimmer_common::size::Size;
@@ -142,6 +142,21 @@ impl FromStr for UsageArg {
     }
 }
 
+/// A rate as people write it: `50MB/s`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rate(pub u64);
+
+impl FromStr for Rate {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let hint = || "write a rate of at least 1KB/s, such as 50MB/s".to_owned();
+        let size: Size = text.strip_suffix("/s").and_then(|size| size.parse().ok()).ok_or_else(hint)?;
+        // 0 would mean that there is no limit.
+        if size.0 >= 1000 { Ok(Self(size.0)) } else { Err(hint()) }
+    }
+}
+
 /// Flags that say which model runs, on what, within which limits.
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Model")]
@@ -214,6 +229,10 @@ pub struct LimitArgs {
     #[arg(long, value_name = "DIR")]
     pub cluster: Option<PathBuf>,
 
+    /// When to plan for nodes that come; set by commands that know how many will.
+    #[arg(skip)]
+    pub settle: Option<Settle>,
+
     /// Share of the experts this machine computes beside its nodes: auto (as planned) or 0 to 1
     #[arg(long, value_name = "SHARE", default_value = "auto", hide_short_help = true)]
     pub local_share: LocalShareArg,
@@ -240,6 +259,10 @@ pub struct LimitArgs {
     /// Nodes to use besides those that register, host:port,…
     #[arg(long, value_name = "ADDR", value_delimiter = ',', value_parser = parse_host_port)]
     pub expert_nodes: Vec<String>,
+
+    /// Most bytes per second a node fetches experts with, such as 50MB/s [default: what the link carries]
+    #[arg(long, value_name = "SIZE/s", hide_short_help = true)]
+    pub sync_rate: Option<Rate>,
 }
 
 impl LimitArgs {
@@ -357,6 +380,14 @@ mod tests {
         assert_eq!("3".parse::<DraftArg>(), Ok(DraftArg(DraftPolicy::Fixed(3))));
         assert!("many".parse::<DraftArg>().is_err());
         assert!("99".parse::<DraftArg>().unwrap_err().contains("16"));
+    }
+
+    #[test]
+    fn rates_are_sizes_per_second() {
+        assert_eq!("50MB/s".parse::<Rate>(), Ok(Rate(50_000_000)));
+        for bad in ["50MB", "50/s", "0B/s", "999B/s", "fast", "MB/s", "1MB/h"] {
+            assert!(bad.parse::<Rate>().unwrap_err().contains("50MB/s"), "{bad}");
+        }
     }
 
     #[test]

@@ -19,12 +19,17 @@ use super::memory::{self, MemoryPlan, Needs};
 use super::model_args::{ExpertsChoice, LimitArgs, ModelArgs};
 use super::output;
 use super::usage::Learning;
-use crate::cluster::{ClusterExperts, ClusterModel, ClusterOptions, ClusterState, ExpertDemand, NodeStatus};
+use crate::cluster::{
+    ClusterExperts, ClusterModel, ClusterOptions, ClusterState, ExpertDemand, NodeStatus, Settle,
+};
 use crate::decode::{Engine, EngineHandle};
 use crate::gateway::{ExpertMetrics, NodeState};
 use crate::model::{self, LanguageModel};
 use crate::text::TextModel;
 use shimmer_common::size::Size;
+
+/// Nodes that come this close together are planned for together.
+const SETTLE: Settle = Settle { pause: Duration::from_millis(1500), nodes: None };
 
 /// How long nodes that were asked for by name may take to get ready.
 const LISTED_WAIT: Duration = Duration::from_secs(60);
@@ -319,6 +324,8 @@ pub fn load_parts<T>(
                 local_share: limits.local_share.0,
                 discovery: !limits.no_discovery,
                 interface: limits.interface.clone(),
+                sync_rate: limits.sync_rate.map(|rate| rate.0),
+                settle: limits.settle.unwrap_or(SETTLE),
                 ..ClusterOptions::default()
             };
             let experts = ClusterExperts::start(state, model, options)?;

@@ -14,6 +14,7 @@ use shimmer_common::experts::{
     Lookahead, RoutedBatch, RoutedRow,
 };
 use shimmer_common::fixed::FixedRows;
+use shimmer_node::pace::Activity;
 use shimmer_proto::v1;
 
 use super::LocalShare;
@@ -41,6 +42,8 @@ pub(super) struct Dispatcher {
     local_share: LocalShare,
     fixed_deadline: Option<Duration>,
     fixed_hedge: Option<Duration>,
+    /// Records are sent more slowly while layers are dispatched.
+    activity: Activity,
     next_id: AtomicU64,
     /// Experts computed here by choice, and because nobody else did.
     by_share: AtomicU64,
@@ -64,6 +67,7 @@ impl Dispatcher {
         layout: ExpertLayout,
         fraction_bits: u8,
         local: Option<Arc<LocalStore>>,
+        activity: Activity,
         options: &super::ClusterOptions,
     ) -> Self {
         let preferred: Preferred = {
@@ -80,6 +84,7 @@ impl Dispatcher {
             local,
             fixed_deadline: options.deadline,
             fixed_hedge: options.hedge,
+            activity,
             next_id: AtomicU64::new(1),
             by_share: AtomicU64::new(0),
             by_fallback: AtomicU64::new(0),
@@ -96,6 +101,7 @@ impl Dispatcher {
         batch: &RoutedBatch,
         meanwhile: &mut dyn FnMut(),
     ) -> Result<FixedRows, ExpertError> {
+        let _working = self.activity.begin();
         let _span =
             tracing::debug_span!("dispatch", layer = batch.layer, experts = batch.work.len()).entered();
         self.routes.record(batch);

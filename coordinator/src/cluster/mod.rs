@@ -1,7 +1,8 @@
 //! The cluster: certificates, joining, membership, dispatch with fall-back, shard distribution.
 //!
 //! Rooms: `state` (directory made by `cluster init`), `ca` (certificates), `token`, `service`
-//! (the gRPC server nodes join at), `shards` (records on the same server), `membership`, `node`,
+//! (the gRPC server nodes join at), `shards` (records on the same server), `hashes` (what
+//! records hash to), `membership`, `node`,
 //! `placement` and `planner` (who owns what), `link` (one stream per node), `pulse` (liveness), `discovery`
 //! (mDNS), `admin` and `client` (the command line's questions and orders). [`ClusterExperts`] is the seam's
 //! distributed implementation: `dispatch` (what all layers share), `call` and `gather` (one layer), `group`
@@ -22,6 +23,7 @@ mod discovery;
 mod dispatch;
 mod gather;
 mod group;
+mod hashes;
 mod hedging;
 mod here;
 mod hints;
@@ -46,7 +48,7 @@ pub use choose::Preferred;
 pub use client::Coordinator;
 pub use node::StateChange;
 pub use placement::{Advice, LOCAL, PlanReport, Rates, Upgrade, Worker, WorkerReport};
-pub use planner::plan_offline;
+pub use planner::{Settle, plan_offline};
 pub use state::{ClusterState, Measured, Member};
 
 use std::net::{SocketAddr, TcpListener};
@@ -62,11 +64,14 @@ use shimmer_common::experts::{
 use shimmer_common::fixed::FixedRows;
 use shimmer_common::profile::NumericProfile;
 use shimmer_node::files::FileLock;
+use shimmer_node::pace::Activity;
+use shimmer_node::shards::RecordSender;
 use shimmer_node::wire::Facts;
 
 use admin::AdminService;
 use discovery::Announcement;
 use dispatch::Dispatcher;
+use hashes::HashTable;
 use here::Here;
 use link::{LinkContext, run_links};
 use membership::Membership;
@@ -168,10 +173,14 @@ pub struct ClusterOptions {
     pub hedge: Option<Duration>,
     /// Which experts this machine computes itself while nodes work.
     pub local_share: LocalShare,
+    /// When to plan for nodes that come.
+    pub settle: Settle,
     /// Whether to announce the control port by multicast DNS.
     pub discovery: bool,
     /// Network interface to announce; absent means those that lead to other machines.
     pub interface: Option<String>,
+    /// Most bytes per second a node fetches records with; `None` = as fast as the link allows.
+    pub sync_rate: Option<u64>,
 }
 
 /// Counters of one node.
@@ -215,6 +224,7 @@ pub struct ClusterExperts {
     dispatcher: Dispatcher,
     reporter: AdminService,
     control_addr: SocketAddr,
+    sender: RecordSender,
     threads: Vec<ServiceThread>,
     _announcement: Option<Announcement>,
     _lock: FileLock,
@@ -279,14 +289,21 @@ impl ClusterExperts {
             model.demand,
             routes.clone(),
             here,
+            options.settle,
         )?;
         let planner = Arc::new(planner);
+        let activity = Activity::new();
+        let sender = RecordSender::new(activity.clone());
         let control = Control {
             state: state.clone(),
+            credentials: credentials.clone(),
             facts,
+            hashes: HashTable::open(state.dir(), model.fingerprint, model.source.clone()),
             source: model.source,
             membership: membership.clone(),
             planner: planner.clone(),
+            sender: sender.clone(),
+            sync_rate: options.sync_rate.unwrap_or(0),
         };
         let admin = AdminService {
             state: state.clone(),
@@ -315,10 +332,12 @@ impl ClusterExperts {
                 layout,
                 model.profile.fraction_bits,
                 model.local,
+                activity,
                 &options,
             ),
             reporter,
             control_addr,
+            sender,
             threads: vec![wire, pulse, control],
             _announcement: announcement,
             _lock: lock,
@@ -361,6 +380,11 @@ impl ClusterExperts {
     /// Status of every known node.
     pub fn nodes(&self) -> Vec<NodeStatus> {
         self.dispatcher.membership.all().iter().map(|node| node.status()).collect()
+    }
+
+    /// Bytes of records sent to nodes since the start.
+    pub fn sent_bytes(&self) -> u64 {
+        self.sender.sent_bytes()
     }
 
     /// Experts computed on this machine: by share and as fall-back.

@@ -88,6 +88,17 @@ struct Inner {
     measurement: Option<v1::Measurement>,
     /// The experts it has in memory, as far as is known.
     resident: Held,
+    /// Payload of the link, measured once per connection.
+    link_bytes_per_s: Option<f64>,
+}
+
+/// What was measured of the way to a node.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Way {
+    /// Median of recent pings.
+    pub(super) round_trip_us: Option<f64>,
+    /// Payload of the link.
+    pub(super) bytes_per_s: Option<f64>,
 }
 
 /// One node.
@@ -140,6 +151,7 @@ impl Node {
                 owed: Owed::default(),
                 measurement: None,
                 resident: Held::none(layout),
+                link_bytes_per_s: None,
             }),
             wake: Notify::new(),
             watch: Notify::new(),
@@ -266,6 +278,23 @@ impl Node {
         self.changed.ring();
     }
 
+    /// The way to it, as far as it was measured.
+    pub(super) fn way(&self) -> Way {
+        let inner = self.lock();
+        let median = inner.vitals.rtt_us(0.5);
+        Way { round_trip_us: (median > 0).then(|| median.into()), bytes_per_s: inner.link_bytes_per_s }
+    }
+
+    /// Notes the payload of the link.
+    pub(super) fn set_link_rate(&self, bytes_per_s: f64) {
+        self.lock().link_bytes_per_s = Some(bytes_per_s);
+    }
+
+    /// Whether it holds all of `experts`.
+    pub(super) fn covers(&self, experts: &Held) -> bool {
+        self.lock().held.covers(experts)
+    }
+
     /// Whether the node is ready and complete.
     pub(super) fn is_ready(&self) -> bool {
         self.lock().status == Status::Ready
@@ -274,6 +303,18 @@ impl Node {
     /// Whether the node said, at its last connection, that it holds `id`.
     pub(super) fn held(&self, id: ExpertId) -> bool {
         self.lock().held.contains(id)
+    }
+
+    /// This node as a source of records, when it is connected and holds some of `missing`.
+    pub(super) fn as_source(&self, missing: &Held) -> Option<v1::Source> {
+        let inner = self.lock();
+        let sends = matches!(inner.status, Status::Ready | Status::Syncing) && inner.held.meets(missing);
+        sends.then(|| v1::Source {
+            node_id: self.id.clone(),
+            name: inner.name.clone(),
+            addresses: inner.fixed.iter().chain(&inner.addresses).cloned().collect(),
+            held: inner.held.to_wire(),
+        })
     }
 
     pub(super) fn count_served(&self, experts: usize) {

@@ -1,15 +1,15 @@
 //! The placement in force: made from what members measured, kept in the cluster directory, made anew when
 //! the cluster changes.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use shimmer_common::container::Fingerprint;
 use shimmer_common::experts::{ExpertId, ExpertLayout};
-use shimmer_node::wire::Held;
 
 use super::here::Here;
-use super::placement::{Demand, Placement, PlacementFile, PlanReport, Rates, Worker, plan};
+use super::placement::{Demand, LOCAL, Placement, PlacementFile, PlanReport, Rates, Worker, plan};
 use super::routes::RouteLog;
 use super::state::{ClusterState, Member};
 use super::{ClusterError, ExpertDemand};
@@ -28,6 +28,7 @@ pub(super) struct Planner {
     routes: Arc<RouteLog>,
     /// This machine, where it takes part.
     here: Option<Here>,
+    settle: Settle,
     /// Read by every dispatch.
     current: RwLock<Arc<Placement>>,
     /// Held while planning, so that it is done once.
@@ -38,6 +39,27 @@ pub(super) struct Planner {
 struct Made {
     report: Option<PlanReport>,
     at: Option<Instant>,
+    /// Machines met so far, and when the latest of them came.
+    seen: BTreeSet<String>,
+    last_new: Option<Instant>,
+}
+
+/// When to plan for machines that come.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Settle {
+    /// How long after the latest newcomer.
+    pub pause: Duration,
+    /// At once when this many nodes are there.
+    pub nodes: Option<usize>,
+}
+
+/// What a review came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Review {
+    /// The placement is in force.
+    Settled,
+    /// More machines may be coming; what the newest should own is not decided.
+    Settling,
 }
 
 impl Planner {
@@ -49,6 +71,7 @@ impl Planner {
         demand: ExpertDemand,
         routes: Arc<RouteLog>,
         here: Option<Here>,
+        settle: Settle,
     ) -> Result<Self, ClusterError> {
         let file = state.placement()?;
         let placement = file.as_ref().and_then(|file| file.placement(model, &layout));
@@ -60,8 +83,9 @@ impl Planner {
             demand,
             routes,
             here,
+            settle,
             current: RwLock::new(Arc::new(placement.unwrap_or_default())),
-            made: Mutex::new(Made { report, at: None }),
+            made: Mutex::new(Made { report, ..Made::default() }),
         })
     }
 
@@ -79,18 +103,16 @@ impl Planner {
         self.made.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The experts a member should hold.
-    pub(super) fn assigned(&self, member: &str) -> Held {
-        self.placement().assigned(&self.layout, member)
-    }
-
     /// Plans anew if somebody came, left or turned out much faster or slower than planned for.
     ///
     /// # Errors
     /// [`ClusterError::State`].
-    pub(super) fn review(&self) -> Result<(), ClusterError> {
+    pub(super) fn review(&self) -> Result<Review, ClusterError> {
         let mut made = self.made();
         let workers = self.workers()?;
+        if workers.iter().any(|w| made.seen.insert(w.id.clone())) {
+            made.last_new = Some(Instant::now());
+        }
         let current = self.placement();
         let same_machines = workers.len() == current.workers.len()
             && workers.iter().all(|w| current.workers.iter().any(|c| c.id == w.id));
@@ -98,10 +120,18 @@ impl Planner {
         let same_speeds = workers.iter().all(|w| known(w).is_some_and(|c| alike(c, w)));
         let rested = made.at.is_none_or(|at| at.elapsed() > PAUSE);
         if workers.is_empty() || (same_machines && (same_speeds || !rested)) {
-            return Ok(());
+            return Ok(Review::Settled);
+        }
+        // Machines that join together are planned for together, so that nothing is fetched in vain.
+        let nodes = workers.iter().filter(|w| w.id != LOCAL).count();
+        let awaited = self.settle.nodes.is_none_or(|expected| nodes < expected);
+        let fresh = made.last_new.is_some_and(|at| at.elapsed() < self.settle.pause);
+        if !same_machines && fresh && awaited {
+            return Ok(Review::Settling);
         }
         let (placement, report) = self.plan(&workers, &current);
-        self.enforce(&mut made, placement, report)
+        self.enforce(&mut made, placement, report)?;
+        Ok(Review::Settled)
     }
 
     /// Plans with what is known now. Returns the report and how many experts change their owner.
@@ -141,7 +171,7 @@ impl Planner {
         }
         tracing::info!(moved, ms_per_layer = report.ms_per_layer, "a new placement is in force");
         *self.current.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(placement);
-        *made = Made { report: Some(report), at: Some(Instant::now()) };
+        (made.report, made.at) = (Some(report), Some(Instant::now()));
         Ok(())
     }
 

@@ -9,10 +9,13 @@ use std::time::Duration;
 
 use shimmer_common::experts::ExpertSource;
 use shimmer_node::gate;
+use shimmer_node::probe::{About, Admits, Ask, MAX_PROBE_BYTES, ProbeService, reach};
+use shimmer_node::shards::{MAX_REQUEST_BYTES, RecordSender};
 use shimmer_node::tls::{self, Credentials};
-use shimmer_node::wire::{Facts, check_peer, layout_to_wire, peer_to_wire};
+use shimmer_node::wire::{Facts, Held, check_peer, layout_to_wire, peer_to_wire};
 use shimmer_proto::v1::admin_server::AdminServer;
 use shimmer_proto::v1::cluster_server::{Cluster, ClusterServer};
+use shimmer_proto::v1::probe_server::ProbeServer;
 use shimmer_proto::v1::shards_server::ShardsServer;
 use shimmer_proto::{PROTOCOL_VERSION, v1};
 use tonic::service::InterceptorLayer;
@@ -20,23 +23,38 @@ use tonic::transport::{Server, ServerTlsConfig};
 use tonic::{Request, Response, Status};
 
 use super::admin::AdminService;
+use super::hashes::HashTable;
 use super::membership::Membership;
-use super::planner::Planner;
+use super::node::{Node, Way};
+use super::placement::{LOCAL, Rates, Worker};
+use super::planner::{Planner, Review};
 use super::state::{ClusterState, Measured, Member};
 use super::{ca, token};
 
 /// How often nodes register again: more often until they are reached, to hear why they are not.
 const HEARTBEAT: Duration = Duration::from_secs(3);
 const UNREACHED_HEARTBEAT: Duration = Duration::from_secs(1);
+/// And more often still while it is not decided what they own.
+const SETTLING_HEARTBEAT: Duration = Duration::from_millis(300);
+
+/// Bytes sent there and back to measure a link.
+const LINK_BYTES: u64 = 4 << 20;
 
 /// What the control port serves.
 #[derive(Clone)]
 pub(super) struct Control {
     pub(super) state: ClusterState,
+    pub(super) credentials: Credentials,
     pub(super) facts: Facts,
     pub(super) source: Arc<dyn ExpertSource>,
     pub(super) membership: Arc<Membership>,
     pub(super) planner: Arc<Planner>,
+    /// What records hash to.
+    pub(super) hashes: HashTable,
+    /// Sends records, below dispatches.
+    pub(super) sender: RecordSender,
+    /// Most bytes per second a node fetches with; 0 = no limit.
+    pub(super) sync_rate: u64,
 }
 
 /// Serves on `listener` until `stop` is dropped.
@@ -60,12 +78,17 @@ pub(super) async fn serve(
         .layer(InterceptorLayer::new(move |request| gate.recognise(request)))
         .add_service(ClusterServer::new(control.clone()))
         .add_service(AdminServer::new(admin))
-        .add_service(ShardsServer::new(control))
+        .add_service(
+            ProbeServer::new(control.probe(&credentials)).max_decoding_message_size(2 * MAX_PROBE_BYTES),
+        )
+        .add_service(ShardsServer::new(control.clone()).max_decoding_message_size(MAX_REQUEST_BYTES))
         .serve_with_incoming(incoming);
-    tokio::select! {
+    let served = tokio::select! {
         served = server => served.map_err(|e| tls::cause(&e)),
         _ = stop => Ok(()),
-    }
+    };
+    control.hashes.save();
+    served
 }
 
 impl Control {
@@ -76,6 +99,11 @@ impl Control {
                 "this call needs a node's certificate; join first with `shimmer-node join TOKEN`",
             )
         })?;
+        self.member(&id)
+    }
+
+    /// The member `id`, as long as it is one.
+    pub(super) fn member(&self, id: &str) -> Result<Member, Status> {
         let members = self.state.members().map_err(|e| internal(&e))?;
         match members.into_iter().find(|m| m.id == id) {
             Some(member) if member.revoked => Err(Status::permission_denied(format!(
@@ -147,6 +175,59 @@ impl Control {
     }
 }
 
+impl Control {
+    /// Measurements for members.
+    fn probe(&self, credentials: &Credentials) -> ProbeService {
+        let (state, facts, source) = (self.state.clone(), self.facts.clone(), self.source.clone());
+        let admits: Admits = Arc::new(move |names| {
+            let members = state.members().unwrap_or_default();
+            let is_member = |id: &str| members.iter().any(|m| m.id == id && !m.revoked);
+            names
+                .iter()
+                .any(|name| name == tls::COORDINATOR_NAME || tls::node_id(name).is_some_and(is_member))
+        });
+        let about: About = Arc::new(move || (facts.clone(), Some(source.clone())));
+        ProbeService::new(credentials.clone(), String::new(), admits, about)
+    }
+
+    /// Measures the payload of the link to a node, once per connection.
+    fn measure_link(&self, node: &Arc<Node>, addresses: &[String]) {
+        if node.way().bytes_per_s.is_some() || !node.is_connected() {
+            return;
+        }
+        // Assumed until it is known, so that one measurement is under way at a time.
+        node.set_link_rate(Rates::ASSUMED.link_bytes_per_s);
+        let (node, credentials, addresses) = (node.clone(), self.credentials.clone(), addresses.to_vec());
+        tokio::spawn(async move {
+            for address in addresses {
+                let ask = Ask { round_trips: 8, bytes: LINK_BYTES };
+                let reply = reach(&credentials, &address, &tls::node_name(&node.id), ask).await;
+                if reply.problem.is_empty() {
+                    node.set_link_rate(reply.bytes_per_s);
+                    return;
+                }
+            }
+        });
+    }
+
+    /// What a member should hold: its own experts, and spare copies once everybody has its own.
+    fn assigned(&self, member: &str) -> Held {
+        let placement = self.planner.placement();
+        let nodes = self.membership.all();
+        let has_own = |worker: &Worker| {
+            let owned = placement.owned(self.source.layout(), &worker.id);
+            nodes.iter().find(|node| node.id == worker.id).is_some_and(|node| node.covers(&owned))
+        };
+        let complete = placement.workers.iter().filter(|w| w.id != LOCAL).all(has_own);
+        if complete {
+            placement.assigned(self.source.layout(), member)
+        } else {
+            // What it fetched of its copies stays; nobody takes records away.
+            placement.owned(self.source.layout(), member)
+        }
+    }
+}
+
 #[tonic::async_trait]
 impl Cluster for Control {
     async fn join(&self, request: Request<v1::JoinRequest>) -> Result<Response<v1::JoinReply>, Status> {
@@ -174,8 +255,13 @@ impl Cluster for Control {
         }
         let control = self.clone();
         let measurement = request.measurement;
+        let held = request.held;
+        if let Some(node) = self.membership.get(&member.id) {
+            self.measure_link(&node, &addresses);
+        }
         blocking(move || {
             let known = control.membership.get(&member.id);
+            let way = known.as_ref().map(|node| node.way()).unwrap_or_default();
             if let Some(node) = &known {
                 measurement.into_iter().for_each(|measured| node.set_measurement(measured));
                 node.introduce(&member.name, &addresses, &request.instance).map_err(Status::aborted)?;
@@ -186,7 +272,7 @@ impl Cluster for Control {
                 .change_members(|members| {
                     if let Some(stored) = members.iter_mut().find(|m| m.id == member.id) {
                         stored.addresses.clone_from(&addresses);
-                        measured.iter().for_each(|m| take_measurement(stored, m));
+                        take_measurement(stored, measured.as_ref(), way);
                     }
                 })
                 .map_err(|e| internal(&e))?;
@@ -197,19 +283,27 @@ impl Cluster for Control {
             }
             let now = tls::unix_millis();
             node.note_skew(tls::clock_skew(now, request.unix_ms, &format!("node {}", member.name)));
-            control.planner.review().map_err(|e| internal(&e))?;
+            let settling = control.planner.review().map_err(|e| internal(&e))? == Review::Settling;
             let members = control.state.members().map_err(|e| internal(&e))?;
-            let roster = members.into_iter().filter(|m| !m.revoked).map(|m| m.id).collect();
-            let heartbeat = if node.is_connected() { HEARTBEAT } else { UNREACHED_HEARTBEAT };
+            let roster = Self::roster(&members);
+            let assigned = control.assigned(&member.id);
+            let heartbeat = match node.is_connected() {
+                _ if settling => SETTLING_HEARTBEAT,
+                true => HEARTBEAT,
+                false => UNREACHED_HEARTBEAT,
+            };
             let layout = control.source.layout();
             Ok(Response::new(v1::RegisterReply {
                 peer: Some(peer_to_wire(&control.facts)),
                 layout: Some(layout_to_wire(layout)),
-                assigned: control.planner.assigned(&member.id).to_wire(),
+                sources: control.sources_for(&member.id, &assigned, &held),
+                assigned: assigned.to_wire(),
+                fetch_bytes_per_s: control.sync_rate,
                 heartbeat_ms: heartbeat.as_millis() as u32,
                 roster,
                 unreachable: node.unreachable(),
                 unix_ms: now,
+                settling,
                 ..v1::RegisterReply::default()
             }))
         })
@@ -217,23 +311,30 @@ impl Cluster for Control {
     }
 }
 
-/// Takes over what a node measured of itself, unless nothing has changed much: every change is written.
-fn take_measurement(member: &mut Member, told: &v1::Measurement) {
+/// Takes over what a node measured of itself and what we measured of the way to it, unless nothing has changed
+/// much: every change is written.
+fn take_measurement(member: &mut Member, told: Option<&v1::Measurement>, way: Way) {
     let known = member.measured.clone().unwrap_or_default();
-    let told = Measured {
-        disk_bytes_per_s: told.disk_bytes_per_s,
-        gemv_bytes_per_s: told.gemv_bytes_per_s,
-        ram_bytes: told.ram_bytes,
-        disk_bytes: Some(told.disk_bytes).filter(|bytes| *bytes > 0),
+    let mut new = Measured {
+        round_trip_us: way.round_trip_us.or(known.round_trip_us),
+        link_bytes_per_s: way.bytes_per_s.or(known.link_bytes_per_s),
         ..known.clone()
     };
-    let near = |a: f64, b: f64| (a - b).abs() <= 0.1 * a.abs().max(b.abs());
-    let same = near(known.disk_bytes_per_s, told.disk_bytes_per_s)
-        && near(known.gemv_bytes_per_s, told.gemv_bytes_per_s)
-        && near(known.ram_bytes as f64, told.ram_bytes as f64)
-        && near(known.disk_bytes.unwrap_or(0) as f64, told.disk_bytes.unwrap_or(0) as f64);
+    if let Some(told) = told {
+        new.disk_bytes_per_s = told.disk_bytes_per_s;
+        new.gemv_bytes_per_s = told.gemv_bytes_per_s;
+        new.ram_bytes = told.ram_bytes;
+        new.disk_bytes = Some(told.disk_bytes).filter(|bytes| *bytes > 0);
+    }
+    let near = |a: f64, b: f64| (a - b).abs() <= 0.2 * a.abs().max(b.abs());
+    let same = near(known.disk_bytes_per_s, new.disk_bytes_per_s)
+        && near(known.gemv_bytes_per_s, new.gemv_bytes_per_s)
+        && near(known.ram_bytes as f64, new.ram_bytes as f64)
+        && near(known.disk_bytes.unwrap_or(0) as f64, new.disk_bytes.unwrap_or(0) as f64)
+        && near(known.round_trip_us.unwrap_or(0.0), new.round_trip_us.unwrap_or(0.0))
+        && near(known.link_bytes_per_s.unwrap_or(0.0), new.link_bytes_per_s.unwrap_or(0.0));
     if !same {
-        member.measured = Some(told);
+        member.measured = Some(new);
     }
 }
 

@@ -1,86 +1,70 @@
-//! The coordinator's `Shards` service: records for the nodes that own them.
+//! The coordinator's `Shards` service: records for the nodes that own them, and what records hash to.
 
-use shimmer_common::experts::{ExpertError, ExpertId, ExpertSource};
-use shimmer_common::mem::AlignedBuf;
-use shimmer_node::wire::check_peer;
+use shimmer_common::experts::ExpertId;
+use shimmer_node::shards::{RecordCall, RecordStream, expert_ids};
+use shimmer_node::wire::{Held, check_peer};
 use shimmer_proto::v1;
 use shimmer_proto::v1::shards_server::Shards;
-use tokio::sync::mpsc;
-use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
 use super::service::Control;
 
-/// Bytes of a record per message.
-const PART_BYTES: usize = 1 << 20;
+/// Most hashes asked for in one call.
+const MAX_HASHES: usize = 8192;
 
 #[tonic::async_trait]
 impl Shards for Control {
     async fn locate(&self, request: Request<v1::LocateRequest>) -> Result<Response<v1::LocateReply>, Status> {
         self.caller(&request)?;
-        let blake3 = vec![0; 32 * request.get_ref().experts.len()].into();
-        Ok(Response::new(v1::LocateReply { blake3 }))
+        let request = request.into_inner();
+        check_peer(&self.facts, request.peer.as_ref()).map_err(Status::failed_precondition)?;
+        let ids = expert_ids(self.source.layout(), &request.layers, &request.experts)?;
+        if ids.len() > MAX_HASHES {
+            return Err(Status::invalid_argument(format!("more than {MAX_HASHES} hashes in one call")));
+        }
+        let hash = |id: ExpertId| self.hashes.get(id).unwrap_or_default();
+        let blake3: Vec<u8> = ids.into_iter().flat_map(hash).collect();
+        Ok(Response::new(v1::LocateReply { blake3: blake3.into() }))
     }
 
-    type FetchStream = ReceiverStream<Result<v1::RecordPart, Status>>;
+    type FetchStream = RecordStream;
 
-    async fn fetch(&self, request: Request<v1::FetchRequest>) -> Result<Response<Self::FetchStream>, Status> {
+    async fn fetch(&self, request: Request<v1::FetchRequest>) -> Result<Response<RecordStream>, Status> {
         let member = self.caller(&request)?;
         let request = request.into_inner();
         check_peer(&self.facts, request.peer.as_ref()).map_err(Status::failed_precondition)?;
-        let layout = self.source.layout();
-        let wanted: Option<Vec<ExpertId>> = request
-            .layers
-            .iter()
-            .zip(&request.experts)
-            .map(|(&layer, &index)| {
-                Some(ExpertId { layer: layer.try_into().ok()?, index: index.try_into().ok()? })
-            })
-            .map(|id| id.filter(|&id| layout.spec(id).is_some()))
-            .collect();
-        let wanted = wanted.filter(|w| w.len() == request.layers.len() && w.len() == request.experts.len());
-        let wanted = wanted
-            .ok_or_else(|| Status::invalid_argument("the fetch names experts this model does not have"))?;
-        tracing::debug!(node = member.name, records = wanted.len(), "fetch");
-        let (parts, stream) = mpsc::channel(4);
-        let source = self.source.clone();
-        tokio::task::spawn_blocking(move || {
-            for id in wanted {
-                if let Err(status) = send_record(source.as_ref(), id, &parts) {
-                    // Fails only when the node has hung up.
-                    let _ = parts.blocking_send(Err(status));
-                    return;
-                }
-            }
-        });
-        Ok(Response::new(ReceiverStream::new(stream)))
+        tracing::debug!(node = member.name, records = request.layers.len(), "fetch");
+        let (control, id, hashes) = (self.clone(), member.id.clone(), self.hashes.clone());
+        let call = RecordCall {
+            caller: member.id,
+            request,
+            may_go_on: Box::new(move || control.member(&id).map(drop)),
+            on_record: Box::new(move |id, hash| hashes.note(id, hash)),
+        };
+        // Written here rather than at the end of the call: it is the next call that may come late.
+        let hashes = self.hashes.clone();
+        tokio::task::spawn_blocking(move || hashes.save_if_due());
+        self.sender.send(self.source.clone(), call).map(Response::new)
     }
 }
 
-type Parts = mpsc::Sender<Result<v1::RecordPart, Status>>;
-
-fn send_record(source: &dyn ExpertSource, id: ExpertId, parts: &Parts) -> Result<(), Status> {
-    let bytes =
-        source.layout().record_bytes(id).ok_or_else(|| Status::not_found(format!("{id} does not exist")))?;
-    let mut record = AlignedBuf::zeroed(bytes)
-        .map_err(|e| Status::resource_exhausted(format!("no memory for {id}: {e}")))?;
-    source.read(id, &mut record).map_err(|e| match e {
-        ExpertError::Missing { .. } => Status::not_found(e.to_string()),
-        _ => Status::data_loss(e.to_string()),
-    })?;
-    let header = v1::RecordHeader {
-        layer: id.layer.into(),
-        expert: id.index.into(),
-        record_bytes: bytes as u64,
-        blake3: blake3::hash(&record).as_bytes().to_vec().into(),
-        offset: 0,
-    };
-    let gone = |_| Status::cancelled("the node hung up");
-    let part = |part| Ok(v1::RecordPart { part: Some(part) });
-    parts.blocking_send(part(v1::record_part::Part::Header(header))).map_err(gone)?;
-    for chunk in record.chunks(PART_BYTES) {
-        let data = bytes::Bytes::copy_from_slice(chunk);
-        parts.blocking_send(part(v1::record_part::Part::Data(data))).map_err(gone)?;
+impl Control {
+    /// The nodes `caller` can fetch from what it lacks of `assigned`; `held` is what it says it has.
+    pub(super) fn sources_for(&self, caller: &str, assigned: &Held, held: &[u8]) -> Vec<v1::Source> {
+        let layout = self.source.layout();
+        let mut missing = assigned.clone();
+        if let Ok(held) = Held::from_wire(layout, held) {
+            layout.ids().filter(|&id| held.contains(id)).for_each(|id| missing.remove(id));
+        }
+        if missing.is_empty() {
+            return Vec::new();
+        }
+        let nodes = self.membership.all();
+        nodes.iter().filter(|node| node.id != caller).filter_map(|node| node.as_source(&missing)).collect()
     }
-    Ok(())
+
+    /// Ids of all members that may fetch.
+    pub(super) fn roster(members: &[super::Member]) -> Vec<String> {
+        members.iter().filter(|member| !member.revoked).map(|member| member.id.clone()).collect()
+    }
 }

@@ -196,7 +196,12 @@ fn hedges_are_few_when_everything_is_slow() {
 fn whatever_nodes_do_every_call_ends_with_the_same_sums() {
     for seed in 0..6u64 {
         let (deadline, hedge) = (Some(Duration::from_millis(90)), Some(Duration::from_millis(20)));
-        let options = ClusterOptions { deadline, hedge, local_share: LocalShare::Fixed(0.2), ..ClusterOptions::default() };
+        let options = ClusterOptions {
+            deadline,
+            hedge,
+            local_share: LocalShare::Fixed(0.2),
+            ..ClusterOptions::default()
+        };
         let cluster = start(true, options);
         let holds: [fn(_) -> bool; 3] = [
             |id: shimmer_common::experts::ExpertId| !id.index.is_multiple_of(3),

@@ -12,6 +12,7 @@ mod liveness;
 mod peers;
 mod shards;
 mod support;
+mod sync;
 mod times;
 
 use std::sync::atomic::Ordering;

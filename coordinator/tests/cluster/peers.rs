@@ -20,7 +20,7 @@ use tonic::{Request, Response, Status, Streaming};
 use crate::support::*;
 
 /// Answers of a node that went mad, for a dispatch.
-type Madness = fn(&v1::Dispatch) -> Vec<v1::from_node::Message>;
+pub type Madness = fn(&v1::Dispatch) -> Vec<v1::from_node::Message>;
 
 fn sums(id: u64, bytes: Vec<u8>) -> v1::from_node::Message {
     let outcome = Some(v1::reply::Outcome::Sums(bytes.into()));
@@ -33,9 +33,9 @@ fn failure(id: u64, code: i32, expert: Option<u32>) -> v1::from_node::Message {
     v1::from_node::Message::Reply(v1::Reply { id, outcome, ..v1::Reply::default() })
 }
 
-struct Mad {
-    id: String,
-    answer: Madness,
+pub struct Mad {
+    pub id: String,
+    pub answer: Madness,
 }
 
 #[tonic::async_trait]
@@ -104,7 +104,7 @@ fn mad_node(cluster: &Cluster, answer: Madness) -> tokio::runtime::Runtime {
     runtime
 }
 
-async fn register(
+pub async fn register(
     cluster: &Cluster,
     credentials: &tls::Credentials,
     port: u16,

@@ -269,6 +269,7 @@ pub fn options(name: &str) -> JoinOptions {
         pack: None,
         discovery: false,
         interface: None,
+        adopt: Vec::new(),
     }
 }
 

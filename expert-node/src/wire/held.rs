@@ -96,6 +96,11 @@ impl Held {
         self.bits.iter().all(|&b| b == 0)
     }
 
+    /// Whether some expert is in both sets.
+    pub fn meets(&self, other: &Held) -> bool {
+        self.bits.iter().zip(&other.bits).any(|(&a, &b)| a & b != 0)
+    }
+
     /// Whether every expert of `other` is in this set.
     pub fn covers(&self, other: &Held) -> bool {
         self.bits.len() == other.bits.len() && self.bits.iter().zip(&other.bits).all(|(&a, &b)| a & b == b)
@@ -119,6 +124,7 @@ mod tests {
         assert_eq!(held.len(), 1);
         let wire = held.to_wire();
         let back = Held::from_wire(&layout, &wire).unwrap();
+        assert!(back.meets(&held) && !back.meets(&Held::none(&layout)));
         assert!(back.contains(id) && back.covers(&held) && held.covers(&Held::none(&layout)));
         assert!(!back.contains(ExpertId { layer: 2, index: 5 }));
         assert!(Held::from_wire(&layout, &wire[..1]).is_err());

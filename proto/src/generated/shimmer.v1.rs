@@ -125,6 +125,9 @@ pub struct RegisterReply {
     /// Most bytes per second to fetch with; 0 = as fast as the link allows.
     #[prost(uint64, tag = "9")]
     pub fetch_bytes_per_s: u64,
+    /// What the node should own is not decided yet: `assigned` may lack all of it.
+    #[prost(bool, tag = "10")]
+    pub settling: bool,
 }
 /// A node that serves records.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

@@ -8,6 +8,7 @@
 //! | `manifest.json` | format version, model fingerprint, [`ExpertLayout`](super::ExpertLayout), the seal of a finished pack; ends with the BLAKE3 of everything before it |
 //! | `records.idx` | 64 bytes per record: id, file, offset, length, BLAKE3 of the record, checksum of the entry; only ever appended to |
 //! | `experts-NNNNN.pack` | records back to back, each a multiple of 4 KiB, 4 GiB per file |
+//! | `partial-…` | the beginning of a record that is arriving, see [`Partial`] |
 //! | `.lock` | held while a process may write |
 //!
 //! A *growing* pack (an expert node's shard) has no seal: a torn tail is cut and fetched again. A
@@ -21,12 +22,14 @@
 
 mod index;
 mod manifest;
+mod partial;
 mod reader;
 mod store;
 mod writer;
 
 use std::path::{Path, PathBuf};
 
+pub use partial::{Partial, PartialInfo, parse_partial_name};
 pub use reader::{Pack, VerifyReport, check};
 pub use store::PackStore;
 pub use writer::{PackProgress, PackReport, write_pack};

@@ -140,11 +140,6 @@ impl Pack {
         ids
     }
 
-    /// BLAKE3 of a record held here.
-    pub fn record_hash(&self, id: ExpertId) -> Option<[u8; 32]> {
-        self.entries.get(&id).map(|entry| entry.hash)
-    }
-
     /// Bytes of all records held.
     pub fn bytes(&self) -> u64 {
         self.entries.values().map(|entry| entry.bytes).sum()
@@ -282,6 +277,10 @@ impl ExpertSource for Pack {
     fn read(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError> {
         self.verified.doubt(id);
         read_plainly(self, id, record)
+    }
+
+    fn record_hash(&self, id: ExpertId) -> Option<[u8; 32]> {
+        self.entries.get(&id).map(|entry| entry.hash)
     }
 
     fn describe(&self) -> String {

@@ -172,6 +172,11 @@ impl PackStore {
         self.writer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The directory.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
     /// What was found damaged while opening and is now missing, one clause each. For the log.
     pub fn repairs(&self) -> &[String] {
         &self.repairs
@@ -193,11 +198,6 @@ impl PackStore {
         let mut ids: Vec<_> = self.shared().entries.keys().copied().collect();
         ids.sort_unstable();
         ids
-    }
-
-    /// BLAKE3 of a record held here.
-    pub fn record_hash(&self, id: ExpertId) -> Option<[u8; 32]> {
-        self.shared().entries.get(&id).map(|entry| entry.hash)
     }
 
     /// Stores one record after checking it against `hash`. `false` when it is held already.
@@ -378,6 +378,10 @@ impl ExpertSource for PackStore {
     fn read(&self, id: ExpertId, record: &mut [u8]) -> Result<(), ExpertError> {
         self.verified.doubt(id);
         read_plainly(self, id, record)
+    }
+
+    fn record_hash(&self, id: ExpertId) -> Option<[u8; 32]> {
+        self.shared().entries.get(&id).map(|entry| entry.hash)
     }
 
     fn describe(&self) -> String {

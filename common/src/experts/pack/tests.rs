@@ -442,3 +442,84 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_record_arrives_in_pieces_and_a_kill_between_them_loses_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = small_source();
+    let (to, id) = (dir.path().join("shard"), source.ids()[2]);
+    let whole = record(&source, id);
+    let hash = *blake3::hash(&whole).as_bytes();
+    let open = || PackStore::open_or_create(&to, MODEL, source.layout()).unwrap();
+    let mut here = 0;
+    for piece in whole.chunks(1000) {
+        // Every piece comes to a process of its own.
+        let store = open();
+        let known = PartialInfo { id, hash, bytes: here };
+        assert_eq!(store.partials().unwrap(), if here == 0 { vec![] } else { vec![known] });
+        let mut partial = store.open_partial(id, hash, here).unwrap();
+        assert_eq!(partial.wanted() as u64, whole.len() as u64 - here);
+        partial.push(piece).unwrap();
+        here += piece.len() as u64;
+        assert!(!store.contains(id));
+    }
+    let store = open();
+    let partial = store.open_partial(id, hash, here).unwrap();
+    assert!(partial.wanted() == 0 && partial.finish(&store).unwrap());
+    assert_eq!(store.partials().unwrap(), []);
+    assert!(record(&store, id) == whole);
+
+    // Killed after the record was stored and before its beginning was removed.
+    drop(store.open_partial(id, hash, 0).unwrap());
+    assert_eq!(store.partials().unwrap(), []);
+    assert!(
+        std::fs::read_dir(&to).unwrap().all(|f| !f
+            .unwrap()
+            .file_name()
+            .to_string_lossy()
+            .contains("partial"))
+    );
+}
+
+#[test]
+fn a_damaged_beginning_never_becomes_a_record() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = small_source();
+    let id = source.ids()[0];
+    let whole = record(&source, id);
+    let hash = *blake3::hash(&whole).as_bytes();
+    let store = PackStore::open_or_create(&dir.path().join("shard"), MODEL, source.layout()).unwrap();
+    let mut partial = store.open_partial(id, hash, 0).unwrap();
+    partial.push(&whole[..100]).unwrap();
+    drop(partial);
+    let mut partial = store.open_partial(id, hash, 99).unwrap();
+    assert!(matches!(partial.push(&whole), Err(PackError::WrongRecord { .. })), "too long");
+    partial.push(&whole[..whole.len() - 99]).unwrap();
+    assert!(matches!(partial.finish(&store), Err(PackError::WrongRecord { .. })));
+    assert!(!store.contains(id) && store.partials().unwrap().is_empty());
+    // More is asked to be kept than there is.
+    assert!(store.open_partial(id, hash, 1).is_err());
+    assert!(store.open_partial(ExpertId { layer: 9, index: 0 }, hash, 0).is_err());
+    let odd = store.dir().join(partial_file(id, hash));
+    std::fs::write(&odd, vec![0; whole.len() + 1]).unwrap();
+    assert!(store.partials().unwrap().is_empty() && !odd.exists(), "longer than the record");
+}
+
+fn partial_file(id: ExpertId, hash: [u8; 32]) -> String {
+    format!("partial-{}-{}-{}", id.layer, id.index, blake3::Hash::from_bytes(hash).to_hex())
+}
+
+#[test]
+fn only_names_that_are_written_are_read() {
+    let id = ExpertId { layer: 78, index: 255 };
+    let name = partial_file(id, [0xab; 32]);
+    assert_eq!(parse_partial_name(&name), Some((id, [0xab; 32])));
+    for bad in ["partial-", "partial-1-2", "partial-+1-2-", "partial-70000-1-"] {
+        assert_eq!(parse_partial_name(bad), None, "{bad}");
+        assert_eq!(parse_partial_name(&format!("{bad}{}", "ab".repeat(32))), None, "{bad}");
+    }
+    assert_eq!(parse_partial_name(&name.replace("-78-", "-078-")), None);
+    assert_eq!(parse_partial_name(&name.to_uppercase().replace("PARTIAL", "partial")), None);
+    assert_eq!(parse_partial_name(&name[..name.len() - 1]), None);
+    assert_eq!(parse_partial_name(&format!("{name}0")), None);
+}

@@ -166,11 +166,6 @@ impl Node {
         self.lock().measurement = Some(measurement);
     }
 
-    /// What the node measured of its own machine, as far as is known.
-    pub(in super::super) fn measurement(&self) -> Option<v1::Measurement> {
-        self.lock().measurement
-    }
-
     /// A hint was sent: until the node says what is in its memory, these experts are taken to be.
     pub(in super::super) fn will_hold(&self, hint: &v1::Hint) {
         let mut inner = self.lock();

@@ -44,6 +44,16 @@ impl Placement {
 
     /// The experts a machine should hold: its own and its spare copies.
     pub fn assigned(&self, layout: &ExpertLayout, member: &str) -> Held {
+        let mut held = self.owned(layout, member);
+        if let Some(number) = self.workers.iter().position(|w| w.id == member) {
+            let copies = self.replicas.iter().filter(|(_, w)| usize::from(*w) == number);
+            copies.for_each(|(id, _)| held.insert(*id));
+        }
+        held
+    }
+
+    /// The experts a machine owns.
+    pub fn owned(&self, layout: &ExpertLayout, member: &str) -> Held {
         let mut held = Held::none(layout);
         let Some(number) = self.workers.iter().position(|w| w.id == member) else { return held };
         let ours = |w: u16| usize::from(w) == number;
@@ -51,7 +61,6 @@ impl Placement {
             let mine = owners.iter().enumerate().filter(|(_, owner)| owner.is_some_and(ours));
             mine.for_each(|(index, _)| held.insert(ExpertId { layer, index: index as u16 }));
         }
-        self.replicas.iter().filter(|(_, w)| ours(*w)).for_each(|(id, _)| held.insert(*id));
         held
     }
 
