@@ -99,7 +99,8 @@ impl Owed {
             }
             let busy = Duration::from_micros(u64::from(reply.disk_us) + u64::from(reply.compute_us));
             let queued = Duration::from_micros(reply.queue_us.into());
-            let wire = round_trip.saturating_sub(busy + queued);
+            // One that stood still for once is not slow.
+            let wire = round_trip.saturating_sub(busy + queued).min(patience.hedge * 2);
             self.pace.record(cost, wire, busy.min(round_trip));
             let share = f64::from(reply.misses) / cost.experts.max(1) as f64;
             let old = self.misses.unwrap_or(share);
