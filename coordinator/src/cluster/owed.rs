@@ -103,7 +103,8 @@ impl Owed {
             }
             let busy = Duration::from_micros(u64::from(reply.disk_us) + u64::from(reply.compute_us));
             let queued = Duration::from_micros(reply.queue_us.into());
-            let wire = round_trip.saturating_sub(busy + queued);
+            // One that stood still for once is not slow.
+            let wire = round_trip.saturating_sub(busy + queued).min(patience.hedge * 2);
             let micros = |us: u32| Duration::from_micros(us.into()).min(round_trip);
             self.pace.record(cost, wire, micros(reply.disk_us), reply.misses, micros(reply.compute_us));
             let share = f64::from(reply.misses) / cost.experts.max(1) as f64;

@@ -13,7 +13,7 @@ const CLASSES: usize = 14;
 const FIRST_WIRE_S: f64 = 100e-6;
 const FIRST_EXPERT_S: f64 = 50e-6;
 /// A node that is not asked is forgiven half of its slowness in this time, so that it is tried again.
-const FORGIVEN_S: f64 = 10.0;
+const FORGIVEN_S: f64 = 3.0;
 
 /// What is expected of a node for one layer.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -98,6 +98,7 @@ fn a_model_directory_is_adopted_as_it_is() {
         profile: shimmer_common::profile::NumericProfile::default(),
         source: Arc::clone(&source),
         local: None,
+        demand: shimmer::cluster::ExpertDemand::unknown(2),
     };
     let coordinator =
         shimmer::cluster::ClusterExperts::start(state.clone(), model, Default::default()).unwrap();

@@ -82,8 +82,13 @@ pub fn coordinator(
     source: Arc<dyn ExpertSource>,
     sync_rate: Option<u64>,
 ) -> Arc<ClusterExperts> {
-    let model =
-        ClusterModel { fingerprint: FINGERPRINT, profile: NumericProfile::default(), source, local: None };
+    let model = ClusterModel {
+        fingerprint: FINGERPRINT,
+        profile: NumericProfile::default(),
+        source,
+        local: None,
+        demand: shimmer::cluster::ExpertDemand::unknown(4),
+    };
     let options = ClusterOptions { sync_rate, ..ClusterOptions::default() };
     ClusterExperts::start(state.clone(), model, options).unwrap()
 }
