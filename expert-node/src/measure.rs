@@ -3,20 +3,23 @@
 //! A thread of its own measures when the records are known. Where every expert of the model fits into this
 //! node's RAM the disk does not matter and is left alone.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use shimmer_common::disk;
-use shimmer_common::experts::LocalStore;
+use shimmer_common::experts::{LocalStore, MatrixSpec};
 use shimmer_common::io::IoOptions;
+use shimmer_common::kernels::Kernels;
 use shimmer_common::measure::{self, MeasureError, Reads, Scratch};
 use shimmer_proto::v1;
 
 use crate::tls::unix_millis;
 
 /// Time spent on each measurement.
-const BUDGET: Duration = Duration::from_millis(300);
+const BUDGET: Duration = Duration::from_millis(150);
+/// Measuring begins when the first answers are out.
+const START_AFTER: Duration = Duration::from_millis(500);
 /// How often what was measured is brought up to date.
 const PERIOD: Duration = Duration::from_secs(10);
 /// Where there are few records yet, a file of this size is read instead, if the disk has plenty of room.
@@ -48,12 +51,13 @@ impl Meter {
         }
     }
 
-    fn follow(&self, store: &Weak<LocalStore>, records: &PathBuf, threads: usize) {
-        let Some(first) = store.upgrade() else { return };
-        let mut measured = first_measurement(&first, records, threads);
-        drop(first);
+    fn follow(&self, store: &Weak<LocalStore>, records: &Path, threads: usize) {
+        std::thread::sleep(START_AFTER);
+        let Some(subject) = store.upgrade().map(|store| Subject::of(&store)) else { return };
+        let mut measured = subject.measure(records, threads);
         let mut seen = (0, 0);
         loop {
+            // Never held for longer than a look: whoever ends the node waits for the store to go.
             let Some(store) = store.upgrade() else { return };
             let stats = store.stats();
             let (bytes, busy_us) = (stats.bytes_read - seen.0, stats.disk_busy_us - seen.1);
@@ -74,43 +78,65 @@ impl Meter {
     }
 }
 
-fn first_measurement(store: &LocalStore, records: &Path, threads: usize) -> v1::Measurement {
-    let mut measured = v1::Measurement { threads: threads as u32, ..v1::Measurement::default() };
-    let spec = store.source().layout().specs.first().map(|spec| spec.gate);
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.max(1)).build();
-    if let (Some(spec), Ok(pool)) = (spec, pool) {
-        match pool.install(|| measure::gemv_bytes_per_s(store.kernels(), &spec, BUDGET)) {
-            Ok(rate) => measured.gemv_bytes_per_s = rate,
-            Err(error) => tracing::warn!(%error, "the speed of computing was not measured"),
-        }
-    }
-    if !store.has_room_for_all() {
-        match disk_speed(store, records) {
-            Ok(speed) => {
-                measured.disk_bytes_per_s = speed.bytes_per_s;
-                measured.disk_read_us = speed.read_s * 1e6;
-            }
-            Err(error) => tracing::warn!(%error, "the speed of the disk was not measured"),
-        }
-    }
-    tracing::info!(
-        disk_bytes_per_s = measured.disk_bytes_per_s,
-        gemv_bytes_per_s = measured.gemv_bytes_per_s,
-        "measured"
-    );
-    measured
+/// What the first measurement needs of a store.
+struct Subject {
+    kernels: Kernels,
+    spec: Option<MatrixSpec>,
+    record_bytes: usize,
+    /// Whether the disk matters.
+    reads: bool,
+    /// The records that are there.
+    held: Option<Reads>,
 }
 
-/// Reads the records that are there, or a file made for it.
-fn disk_speed(store: &LocalStore, records: &Path) -> Result<measure::DiskSpeed, MeasureError> {
-    let held = Reads::of_experts(store.source().as_ref()).ok();
-    if let Some(reads) = held.filter(|reads| reads.total_bytes() >= SCRATCH_BYTES / 2) {
-        return measure::disk_speed(&reads, IoOptions::default(), 1, BUDGET);
+impl Subject {
+    fn of(store: &LocalStore) -> Self {
+        let layout = store.source().layout();
+        Self {
+            kernels: store.kernels(),
+            spec: layout.specs.first().map(|spec| spec.gate),
+            record_bytes: layout.max_record_bytes(),
+            reads: !store.has_room_for_all(),
+            held: Reads::of_experts(store.source().as_ref()).ok(),
+        }
     }
-    let free = disk::free_bytes(records).unwrap_or(0);
-    let scratch = Scratch::new(records, SCRATCH_BYTES.min(free / SCRATCH_PART))?;
-    let reads = scratch.reads(store.source().layout().max_record_bytes().max(1));
-    measure::disk_speed(&reads, IoOptions::default(), 1, BUDGET)
+
+    fn measure(self, records: &Path, threads: usize) -> v1::Measurement {
+        let mut measured = v1::Measurement { threads: threads as u32, ..v1::Measurement::default() };
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.max(1)).build();
+        if let (Some(spec), Ok(pool)) = (self.spec, pool) {
+            match pool.install(|| measure::gemv_bytes_per_s(self.kernels, &spec, BUDGET)) {
+                Ok(rate) => measured.gemv_bytes_per_s = rate,
+                Err(error) => tracing::warn!(%error, "the speed of computing was not measured"),
+            }
+        }
+        if self.reads {
+            match self.disk_speed(records) {
+                Ok(speed) => {
+                    measured.disk_bytes_per_s = speed.bytes_per_s;
+                    measured.disk_read_us = speed.read_s * 1e6;
+                }
+                Err(error) => tracing::warn!(%error, "the speed of the disk was not measured"),
+            }
+        }
+        tracing::info!(
+            disk_bytes_per_s = measured.disk_bytes_per_s,
+            gemv_bytes_per_s = measured.gemv_bytes_per_s,
+            "measured"
+        );
+        measured
+    }
+
+    /// Reads the records that are there, or a file made for it.
+    fn disk_speed(&self, records: &Path) -> Result<measure::DiskSpeed, MeasureError> {
+        if let Some(reads) = self.held.as_ref().filter(|reads| reads.total_bytes() >= SCRATCH_BYTES / 2) {
+            return measure::disk_speed(reads, IoOptions::default(), 1, BUDGET);
+        }
+        let free = disk::free_bytes(records).unwrap_or(0);
+        let scratch = Scratch::new(records, SCRATCH_BYTES.min(free / SCRATCH_PART))?;
+        let reads = scratch.reads(self.record_bytes.max(1));
+        measure::disk_speed(&reads, IoOptions::default(), 1, BUDGET)
+    }
 }
 
 /// Bytes of records this node can keep: those it holds and what is free.

@@ -35,8 +35,6 @@ pub(crate) struct Registration {
     pub(crate) heartbeat: Duration,
     /// The connection, for fetching records.
     pub(crate) channel: Channel,
-    /// Ids of the members that may fetch records.
-    pub(crate) roster: Vec<String>,
     /// Why the coordinator cannot dial this node; empty when it can or has not tried.
     pub(crate) unreachable: String,
     /// What is wrong with the two clocks.
@@ -147,7 +145,9 @@ impl Registrar {
         let assigned = Held::from_wire(&layout, &reply.assigned).map_err(|e| odd(e.to_string()))?;
         let heartbeat = Duration::from_millis(reply.heartbeat_ms.clamp(200, 60_000).into());
         let skew = tls::clock_skew(tls::unix_millis(), reply.unix_ms, "the coordinator");
-        let (roster, unreachable) = (reply.roster, printable(&reply.unreachable));
+        // At once: members may ask as soon as the coordinator has named them.
+        self.shared.roster.set(reply.roster);
+        let unreachable = printable(&reply.unreachable);
         let peers = reply.sources.into_iter().take(MAX_PEERS).filter_map(|s| peer(&layout, s)).collect();
         let (fetch_bytes_per_s, settling) = (reply.fetch_bytes_per_s, reply.settling);
         Ok(Registration {
@@ -156,7 +156,6 @@ impl Registrar {
             assigned,
             heartbeat,
             channel,
-            roster,
             unreachable,
             skew,
             peers,

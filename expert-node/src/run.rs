@@ -183,7 +183,6 @@ fn take_up(registrar: &Registrar, shard: &mut Shard, registration: &Registration
                 .to_owned(),
         )
     })?;
-    shared.roster.set(registration.roster.iter().cloned());
     shard.begin(shared, fingerprint, &registration.layout)?;
     shared.serve(coordinator.profile)?;
     shard.fetch_missing(shared, &registrar.credentials, registration);

@@ -10,7 +10,7 @@ use crate::quant::MatrixRef;
 use crate::synth::{fill_matrix, random_values};
 
 /// Weights to go through: larger than the last-level cache of desktop CPUs.
-const BYTES: usize = 96 << 20;
+const BYTES: usize = 64 << 20;
 /// Weights start on cache lines.
 const ALIGN_BYTES: usize = 64;
 

@@ -19,7 +19,7 @@ pub type Preferred = Arc<dyn Fn(ExpertId) -> Option<Arc<str>> + Send + Sync>;
 
 /// Times this close count as equal: a part of the sooner one, and at least this.
 const ABOUT: f64 = 0.1;
-const ABOUT_S: f64 = 50e-6;
+const ABOUT_S: f64 = 75e-6;
 
 /// Where an expert is computed.
 #[derive(Clone)]

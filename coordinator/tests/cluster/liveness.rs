@@ -18,13 +18,12 @@ fn pulses_say_what_a_node_is_doing() {
     cluster.experts.wait_ready(1, PATIENCE).unwrap();
     cluster.check(&batch(LAYERS[0], 2, 1));
     wait_until("a pulse tells of the dispatch", || {
-        cluster.status("kitchen").load.is_some_and(|load| load.dispatches > 0)
+        cluster.status("kitchen").load.is_some_and(|load| load.dispatches > 0 && load.experts > 0)
     });
     let status = cluster.status("kitchen");
     let load = status.load.clone().unwrap();
     assert!(load.experts > 0 && load.misses > 0 && load.read_bytes > 0 && load.slots > 0, "{load:?}");
-    let sync = load.sync.unwrap();
-    assert_eq!(sync.held_records as usize, layout().ids().count());
+    assert!(load.sync.is_some() && status.experts_held == layout().ids().count(), "{status:?}");
     assert!(status.ping_p50_us > 0 && status.ping_p50_us <= status.ping_p95_us, "{status:?}");
     let changes: Vec<_> =
         status.changes.iter().map(|change| (change.from.as_str(), change.to.as_str())).collect();

@@ -18,6 +18,10 @@ pub(super) struct Machine {
 
 /// Least relative improvement of the layer's time for which one expert is moved.
 const WORTH_A_MOVE: f64 = 2e-4;
+/// A move that makes the layer's time longer by less than this changes nothing, and one is worth it then when the
+/// busier of two machines gets this part less busy.
+const NEUTRAL: f64 = 2e-5;
+const SPREADS: f64 = 0.01;
 /// Passes over all experts at most.
 const PASSES: usize = 6;
 /// Exchanges tried per expert and pass.
@@ -42,6 +46,8 @@ pub(super) struct Arrangement<'a> {
     count: Vec<u16>,
     owned: Vec<usize>,
     residents: Vec<usize>,
+    /// Expected seconds of work of each machine, round trips not counted.
+    work_s: Vec<f64>,
     /// Sum over routes of the slowest machine's seconds.
     total_s: f64,
 }
@@ -71,6 +77,7 @@ impl<'a> Arrangement<'a> {
             count: vec![0; cells],
             owned: vec![0; machines.len()],
             residents: vec![0; machines.len()],
+            work_s: vec![0.0; machines.len()],
             total_s: 0.0,
         };
         arrangement.fill(owners);
@@ -125,10 +132,12 @@ impl<'a> Arrangement<'a> {
         if let Some((w, resident)) = old {
             self.owned[usize::from(w)] -= 1;
             self.residents[usize::from(w)] -= usize::from(resident);
+            self.work_s[usize::from(w)] -= self.demand.uses[e] * self.seconds(e, w, resident);
         }
         if let Some((w, resident)) = seat {
             self.owned[usize::from(w)] += 1;
             self.residents[usize::from(w)] += usize::from(resident);
+            self.work_s[usize::from(w)] += self.demand.uses[e] * self.seconds(e, w, resident);
         }
         let machines = self.machines.len();
         let take = old.map(|(w, resident)| (usize::from(w), self.seconds(e, w, resident)));
@@ -218,13 +227,27 @@ impl<'a> Arrangement<'a> {
                 if self.seats[e].is_some_and(|(owner, _)| owner == w) || !self.has_room(w) {
                     continue;
                 }
-                let before = self.total_s;
+                let (before, busiest) = (self.total_s, self.busiest(e, w));
                 let undo = self.relocate(e, w);
-                if self.total_s > before * (1.0 - WORTH_A_MOVE) {
+                let pays = self.total_s <= before * (1.0 - WORTH_A_MOVE);
+                // Where round trips decide, work is at least spread.
+                let spreads = self.total_s <= before * (1.0 + NEUTRAL)
+                    && undo.first().is_some_and(|(_, old)| self.busier(*old, w) < busiest * (1.0 - SPREADS));
+                if !pays && !spreads {
                     self.put_back(undo);
                 }
             }
         }
+    }
+
+    /// Work of the busier of an expert's machine and `w`.
+    fn busiest(&self, e: usize, w: u16) -> f64 {
+        self.busier(self.seats[e], w)
+    }
+
+    fn busier(&self, seat: Seat, w: u16) -> f64 {
+        let of = |w: u16| self.work_s[usize::from(w)];
+        seat.map_or(f64::INFINITY, |(owner, _)| of(owner).max(of(w)))
     }
 
     fn try_exchanges(&mut self, pass: u64) {

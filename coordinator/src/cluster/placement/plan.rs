@@ -12,6 +12,8 @@ use super::worker::{LOCAL, Worker};
 
 /// A machine takes part when leaving it out would cost at least this part of the time.
 const WORTH_TAKING_PART: f64 = 0.01;
+/// A machine that is not much slower than most takes part in any case: it is a second home for experts.
+const WEAK: f64 = 1.5;
 /// An existing placement is kept unless a new one is this much faster.
 const WORTH_MOVING: f64 = 0.03;
 /// Spare copies take at most this part of what a machine owns.
@@ -158,23 +160,32 @@ pub fn plan(demand: &Demand, workers: &[Worker], current: Option<&Placement>) ->
         } else {
             without.mean_s / solved.mean_s - 1.0
         };
-        if worth[w] < WORTH_TAKING_PART {
+        if worth[w] < WORTH_TAKING_PART && is_weak(demand, workers, w) {
             solved = without;
         } else {
             active[w] = true;
         }
     }
     let kept = arrange(demand, workers, &active, &known, false);
-    if !known.is_empty()
-        && kept.homeless == solved.homeless
-        && kept.mean_s < solved.mean_s * (1.0 + WORTH_MOVING)
-    {
+    // A machine that has nothing yet is always planned for.
+    let has_something = |w: usize| known.iter().flatten().any(|owner| *owner == Some(w as u16));
+    let same = (0..workers.len()).all(|w| !active[w] || has_something(w));
+    if same && kept.homeless == solved.homeless && kept.mean_s < solved.mean_s * (1.0 + WORTH_MOVING) {
         solved = kept;
     }
     let replicas = spare_copies(demand, workers, &active, &solved);
     let report = report(demand, workers, &active, &worth, &solved, &replicas);
     let owners = demand.layers.iter().map(|l| l.layer).zip(solved.owners).collect();
     (Placement { workers: workers.to_vec(), owners, replicas }, report)
+}
+
+/// Whether a machine needs much longer than most for an expert that is not in its memory.
+fn is_weak(demand: &Demand, workers: &[Worker], w: usize) -> bool {
+    let record = demand.layers.first().and_then(|l| l.bytes.first()).copied().unwrap_or(0) as f64;
+    let one_s = |w: &Worker| w.rates.dispatch_s(demand.wire_bytes) + w.rates.cold_s(record);
+    let mut all: Vec<f64> = workers.iter().map(one_s).collect();
+    all.sort_by(f64::total_cmp);
+    one_s(&workers[w]) > all[(all.len() - 1) / 2] * WEAK
 }
 
 /// Owners of every layer, as indices into the workers.

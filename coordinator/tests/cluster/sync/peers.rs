@@ -153,6 +153,8 @@ fn a_node_gives_records_to_members_of_its_cluster_only() {
     let node = cluster.node("giver", Synthetic::new(|_| true));
     cluster.experts.wait_ready(1, PATIENCE).unwrap();
 
+    // It hears who belongs to its cluster when its registration is answered.
+    wait_until("the node knows its members", || ask(&friend.credentials().unwrap(), &node, |_| {}).is_ok());
     let parts = ask(&friend.credentials().unwrap(), &node, |_| {}).unwrap();
     assert!(matches!(&parts[0], v1::record_part::Part::Header(h) if h.offset == 0 && h.blake3.len() == 32));
     ask(&coordinator_credentials(&cluster.state), &node, |_| {}).unwrap();
