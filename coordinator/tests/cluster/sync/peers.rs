@@ -183,6 +183,7 @@ fn the_rest_of_a_record_is_sent_and_nothing_beyond_it() {
     let node = cluster.node("giver", Synthetic::new(|_| true));
     cluster.experts.wait_ready(1, PATIENCE).unwrap();
     let friend = node.config.credentials().unwrap();
+    wait_until("the node knows its members", || ask(&friend, &node, |_| {}).is_ok());
     let id = shimmer_common::experts::ExpertId { layer: LAYERS[0], index: 2 };
     let mut record = vec![0; layout().record_bytes(id).unwrap()];
     Synthetic::new(|_| true).read(id, &mut record).unwrap();
