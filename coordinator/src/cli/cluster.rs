@@ -1,6 +1,7 @@
 //! `shimmer cluster`: the private CA, invitations, who is there.
 
 mod change;
+mod status;
 
 pub use change::{NodeArgs, RebalanceArgs, RemoveArgs};
 
@@ -15,7 +16,7 @@ use serde_json::json;
 use super::error::CliError;
 use super::interrupt::Interrupt;
 use super::output;
-use crate::cluster::{ClusterState, Member};
+use crate::cluster::{ClusterState, Coordinator, Member};
 use shimmer_node::interfaces;
 
 /// How long a node may take to accept a connection before it counts as away.
@@ -247,19 +248,30 @@ fn status(args: &StatusArgs) -> Result<(), CliError> {
     let interrupt = Interrupt::install();
     loop {
         let state = ClusterState::open(&args.cluster)?;
-        let lines = probe_all(state.members()?);
+        let report = Coordinator::connect(&state)?.map(|mut running| running.report()).transpose()?;
+        // Without a coordinator nobody knows more than whether nodes accept connections.
+        let lines = if report.is_some() { Vec::new() } else { probe_all(state.members()?) };
         if args.json {
             return output::emit_json(&json!({
                 "cluster": state.dir(),
                 "listen": state.listen().to_string(),
                 "ca_fingerprint": state.ca_fingerprint()?,
-                "nodes": lines,
+                "coordinator": report.is_some(),
+                "nodes": match &report {
+                    Some(report) => serde_json::to_value(&report.nodes).unwrap_or_default(),
+                    None => serde_json::to_value(&lines).unwrap_or_default(),
+                },
+                "plan": report.as_ref().and_then(|report| report.plan.as_ref()),
             }));
         }
         if args.watch && output::stdout_is_terminal() {
             output::emit("\x1b[2J\x1b[H")?;
         }
-        output::emit(&table(&state, &lines)?)?;
+        output::emit(&heading(&state)?)?;
+        output::emit(&match &report {
+            Some(report) => status::table(report),
+            None => table(&lines),
+        })?;
         if !args.watch {
             return Ok(());
         }
@@ -273,13 +285,14 @@ fn status(args: &StatusArgs) -> Result<(), CliError> {
     }
 }
 
-fn table(state: &ClusterState, lines: &[NodeLine]) -> Result<String, CliError> {
-    let mut text = format!(
-        "cluster {}, nodes join at {}, CA {}\n",
-        state.dir().display(),
-        state.listen(),
-        state.ca_fingerprint()?
-    );
+fn heading(state: &ClusterState) -> Result<String, CliError> {
+    let (dir, listen, ca) = (state.dir().display(), state.listen(), state.ca_fingerprint()?);
+    Ok(format!("cluster {dir}, nodes join at {listen}, CA {ca}\n"))
+}
+
+fn table(lines: &[NodeLine]) -> String {
+    let mut text =
+        "no coordinator runs; start one with `shimmer serve --cluster DIR --model DIR`\n".to_owned();
     if lines.is_empty() {
         text += "no node has joined yet; shimmer cluster invite makes a token\n";
     }
@@ -291,7 +304,7 @@ fn table(state: &ClusterState, lines: &[NodeLine]) -> Result<String, CliError> {
         };
         text += &format!("{:<16} {:<22} {state}\n", line.name, line.addresses.join(","));
     }
-    Ok(text)
+    text
 }
 
 /// Asks every node at once whether it accepts a connection.

@@ -4,6 +4,7 @@
 //! the limits it divides by in the same run, between its own measurements: on a machine with other work only
 //! such ratios mean anything.
 
+mod cluster;
 mod decode;
 mod disk;
 mod gemv;
@@ -29,6 +30,8 @@ pub enum BenchCommand {
     Disk(disk::DiskArgs),
     /// Tokens per second of a model, against what memory and disk allow
     Decode(Box<decode::DecodeArgs>),
+    /// Tokens per second over nodes, against what the cost model says of them
+    Cluster(Box<cluster::ClusterArgs>),
     /// Prompt tokens per second of a model, against what the processor allows
     Prefill(Box<prefill::PrefillArgs>),
     /// Decoding with the default settings and with every other, one at a time
@@ -45,6 +48,7 @@ pub fn run(command: &BenchCommand) -> Result<(), CliError> {
         BenchCommand::Gemv(args) => gemv::run(args),
         BenchCommand::Disk(args) => disk::run(args),
         BenchCommand::Decode(args) => decode::run(args),
+        BenchCommand::Cluster(args) => cluster::run(args),
         BenchCommand::Prefill(args) => prefill::run(args),
         BenchCommand::Sweep(args) => sweep::run(args),
     }

@@ -222,6 +222,7 @@ fn a_node_takes_in_small_requests_only() {
     let node = cluster.node("giver", Synthetic::new(|_| true));
     cluster.experts.wait_ready(1, PATIENCE).unwrap();
     let friend = node.config.credentials().unwrap();
+    wait_until("the node knows its members", || ask(&friend, &node, |_| {}).is_ok());
     let many = |count: usize| {
         move |r: &mut v1::FetchRequest| {
             (r.layers, r.experts) = (vec![LAYERS[0].into(); count], vec![2; count]);
