@@ -16,8 +16,10 @@ const WORTH_TAKING_PART: f64 = 0.01;
 const WEAK: f64 = 1.5;
 /// An existing placement is kept unless a new one is this much faster.
 const WORTH_MOVING: f64 = 0.03;
-/// Spare copies take at most this part of what a machine owns.
+/// Spare copies in memory take at most this part of what a machine owns.
 const SPARE_PART: f64 = 0.25;
+/// Above this share of uses in memory nobody needs a second disk.
+const MOSTLY_IN_MEMORY: f64 = 0.9;
 /// Layers a question is answered with, evenly spaced.
 const ASKED_LAYERS: usize = 6;
 
@@ -289,7 +291,8 @@ fn translate(current: &Placement, workers: &[Worker], demand: &Demand) -> Owners
     demand.layers.iter().map(layer).collect()
 }
 
-/// Copies of the most used experts for machines whose memory holds more than they own.
+/// Spare copies: of the most used experts in memory that is left over; and, where many experts have to be read, of
+/// all of them on disks with plenty of room, so that a layer's reads can be spread over the disks that are idle.
 fn spare_copies(
     demand: &Demand,
     workers: &[Worker],
@@ -298,18 +301,23 @@ fn spare_copies(
 ) -> Vec<(ExpertId, u16)> {
     let mut owned = vec![0u64; workers.len()];
     solved.uses.iter().flatten().zip((0..workers.len()).cycle()).for_each(|(u, w)| owned[w] += u.bytes);
-    let mut room: Vec<u64> = workers
+    let (uses, resident) = solved
+        .uses
         .iter()
-        .zip(&owned)
-        .zip(active)
-        .map(|((worker, &owned), &active)| {
-            let disk = worker.disk_bytes.map_or(u64::MAX, |bytes| bytes.saturating_sub(owned));
-            let most = (owned as f64 * SPARE_PART) as u64;
-            // What this machine's own store keeps follows its usage anyway.
-            let takes = active && worker.id != LOCAL;
-            if takes { worker.ram_bytes.saturating_sub(owned).min(disk).min(most) } else { 0 }
-        })
-        .collect();
+        .flatten()
+        .fold((0.0, 0.0), |(uses, resident), u| (uses + u.uses, resident + u.resident_uses));
+    let reads = resident < uses * MOSTLY_IN_MEMORY;
+    let room_of = |w: usize| {
+        let worker = &workers[w];
+        // What this machine's own store keeps follows its usage anyway.
+        if !active[w] || worker.id == LOCAL {
+            return 0;
+        }
+        let disk = worker.disk_bytes.map_or(u64::MAX, |bytes| bytes.saturating_sub(owned[w]));
+        let memory = worker.ram_bytes.saturating_sub(owned[w]).min((owned[w] as f64 * SPARE_PART) as u64);
+        if reads { (disk / 2).min(owned[w].max(memory)) } else { memory.min(disk) }
+    };
+    let mut room: Vec<u64> = (0..workers.len()).map(room_of).collect();
     let mut hottest: Vec<(f64, ExpertId, u64, Option<u16>)> = Vec::new();
     for (layer, owners) in demand.layers.iter().zip(&solved.owners) {
         for (e, &uses) in layer.uses.iter().enumerate() {
