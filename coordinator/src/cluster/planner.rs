@@ -118,7 +118,10 @@ impl Planner {
             && workers.iter().all(|w| current.workers.iter().any(|c| c.id == w.id));
         let known = |w: &Worker| current.workers.iter().find(|c| c.id == w.id);
         let same_speeds = workers.iter().all(|w| known(w).is_some_and(|c| alike(c, w)));
-        let rested = made.at.is_none_or(|at| at.elapsed() > PAUSE);
+        // A first measurement does not wait: until it came, a common PC was planned for.
+        let assumed = |w: &Worker| w.rates.disk_bytes_per_s == Rates::ASSUMED.disk_bytes_per_s;
+        let first = workers.iter().any(|w| !assumed(w) && known(w).is_some_and(assumed));
+        let rested = first || made.at.is_none_or(|at| at.elapsed() > PAUSE);
         if workers.is_empty() || (same_machines && (same_speeds || !rested)) {
             return Ok(Review::Settled);
         }
