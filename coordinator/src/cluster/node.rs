@@ -5,6 +5,7 @@
 //! overdue) or `Lost` (no connection). Links and pulses write here (`vitals`), dispatch reads and writes
 //! (`dispatching`); every lock is held for microseconds.
 
+mod disk;
 mod dispatching;
 
 pub(super) use dispatching::{Offer, Standing};
@@ -23,6 +24,7 @@ use super::NodeStatus;
 use super::membership::Changed;
 use super::owed::Owed;
 use super::placement::Seed;
+use disk::Disk;
 
 mod vitals;
 
@@ -88,6 +90,7 @@ struct Inner {
     measurement: Option<v1::Measurement>,
     /// The experts it has in memory, as far as is known.
     resident: Held,
+    disk: Disk,
     /// Payload of the link, measured once per connection.
     link_bytes_per_s: Option<f64>,
 }
@@ -151,6 +154,7 @@ impl Node {
                 owed: Owed::default(),
                 measurement: None,
                 resident: Held::none(layout),
+                disk: Disk::default(),
                 link_bytes_per_s: None,
             }),
             wake: Notify::new(),
@@ -352,6 +356,8 @@ impl Node {
             load: inner.vitals.load(),
             pulse_age_ms: inner.vitals.pulse_age_ms(),
             changes: inner.vitals.changes(),
+            disk: if inner.disk.is_sick(Instant::now()) { "sick" } else { "ok" }.to_owned(),
+            read_failures: inner.disk.failures(),
         }
     }
 }
