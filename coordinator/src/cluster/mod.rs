@@ -291,7 +291,7 @@ impl ClusterExperts {
             model.fingerprint,
             layout.clone(),
             model.demand,
-            routes.clone(),
+            routes,
             here,
             options.settle,
         )?;
@@ -332,7 +332,6 @@ impl ClusterExperts {
             dispatcher: Dispatcher::new(
                 membership,
                 planner,
-                routes,
                 layout,
                 model.profile.fraction_bits,
                 model.local,

@@ -304,7 +304,6 @@ impl Cluster for Control {
                 unreachable: node.unreachable(),
                 unix_ms: now,
                 settling,
-                ..v1::RegisterReply::default()
             }))
         })
         .await
