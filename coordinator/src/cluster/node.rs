@@ -98,7 +98,7 @@ struct Inner {
 /// What was measured of the way to a node.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Way {
-    /// Median of recent pings.
+    /// Lowest of recent pings: what is above it is a busy machine, as one that has just started is.
     pub(super) round_trip_us: Option<f64>,
     /// Payload of the link.
     pub(super) bytes_per_s: Option<f64>,
@@ -285,8 +285,8 @@ impl Node {
     /// The way to it, as far as it was measured.
     pub(super) fn way(&self) -> Way {
         let inner = self.lock();
-        let median = inner.vitals.rtt_us(0.5);
-        Way { round_trip_us: (median > 0).then(|| median.into()), bytes_per_s: inner.link_bytes_per_s }
+        let lowest = inner.vitals.rtt_us(0.0);
+        Way { round_trip_us: (lowest > 0).then(|| lowest.into()), bytes_per_s: inner.link_bytes_per_s }
     }
 
     /// Notes the payload of the link.
