@@ -349,7 +349,7 @@ pub fn load_parts<T>(
                 discovery: !limits.no_discovery,
                 interface: limits.interface.clone(),
                 sync_rate: limits.sync_rate.map(|rate| rate.0),
-                settle: limits.settle.unwrap_or(SETTLE),
+                settle: limits.settle.unwrap_or(Settle { nodes: limits.awaited_nodes, ..SETTLE }),
                 ..ClusterOptions::default()
             };
             let experts = ClusterExperts::start(state, model, options)?;

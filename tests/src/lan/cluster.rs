@@ -108,29 +108,22 @@ impl LanCluster {
     pub fn ready_or_skip(program: &Program, setup: Setup) -> Option<Self> {
         let cluster = Self::up_or_skip(program, setup)?;
         let nodes = cluster.setup.nodes;
-        (1..=nodes).for_each(|node| cluster.join(node));
+        (1..=nodes).for_each(|node| cluster.enrol(node));
+        (1..=nodes).for_each(|node| cluster.start(node));
         cluster.wait_ready(nodes);
-        cluster.spread();
+        cluster.wait_spread();
         Some(cluster)
     }
 
-    /// Plans anew until every node has a part. On a busy machine the first measurements differ so much that
-    /// a plan leaves out equal nodes.
-    fn spread(&self) {
+    /// Waits until every node has a part.
+    fn wait_spread(&self) {
         wait_for("experts on every node", || {
             let status = self.status().ok()?;
             let nodes = status["experts"]["cluster"]["nodes"].as_array()?;
-            let complete = |node: &Value| {
+            let has_part = |node: &&Value| {
                 node["state"] == "ready" && node["experts_held"].as_u64().is_some_and(|n| n > 0)
             };
-            if nodes.iter().filter(|node| complete(node)).count() >= self.setup.nodes {
-                return Some(());
-            }
-            std::thread::sleep(Duration::from_secs(1));
-            let mut command = self.program.command(["cluster", "rebalance", "--cluster"]);
-            command.arg(self.dir.path().join("cluster"));
-            self.lan.host(0).command(&command).output().expect("the program starts");
-            None
+            (nodes.iter().filter(has_part).count() >= self.setup.nodes).then_some(())
         });
     }
 
@@ -166,8 +159,9 @@ impl LanCluster {
         let port = HTTP_PORT.to_string();
         let mut command = self.program.command(["serve", "--usage", "off", "--no-think", "--port", &port]);
         command.arg("--model").arg(&self.setup.model).arg("--cluster").arg(self.dir.path().join("cluster"));
-        // The demo model is so small that a planner gives this machine all of it.
-        command.args(["--local-share", "0"]);
+        // The demo model is so small that a planner gives the machine with the shortest round trip all of it:
+        // equal parts come of planning before anything has been measured.
+        command.args(["--local-share", "0", "--awaited-nodes", &self.setup.nodes.to_string()]);
         self.launch(0, &command);
     }
 
