@@ -14,6 +14,7 @@ use shimmer_common::kernels::Kernels;
 use shimmer_common::measure::{self, MeasureError, Reads, Scratch};
 use shimmer_proto::v1;
 
+use crate::fetch::room::room_for_records;
 use crate::tls::unix_millis;
 
 /// Time spent on each measurement.
@@ -145,5 +146,5 @@ fn room(store: &LocalStore, records: &Path) -> u64 {
     let layout = source.layout();
     let held = layout.ids().filter(|&id| source.contains(id)).filter_map(|id| layout.record_bytes(id));
     let held: u64 = held.map(|bytes| bytes as u64).sum();
-    held.saturating_add(disk::free_bytes(records).unwrap_or(0))
+    held.saturating_add(room_for_records(disk::free_bytes(records).unwrap_or(0)))
 }

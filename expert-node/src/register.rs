@@ -116,7 +116,6 @@ impl Registrar {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             held: self.shared.held(),
             measurement: self.shared.meter.read(),
-            ..v1::RegisterRequest::default()
         };
         let call =
             tokio::time::timeout(CALL_TIMEOUT, ClusterClient::new(channel.clone()).register(request)).await;

@@ -25,6 +25,10 @@ pub fn is_node_id(id: &str) -> bool {
     id.len() == 20 && id.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
 }
 
+/// Longest time for a TCP connection: a lost SYN is repeated after 1 s, the next one after 3 s, and a new
+/// attempt is sooner than that.
+const TCP_TIMEOUT: Duration = Duration::from_millis(1500);
+
 /// What one side of a connection has: its CA, certificate and private key. `Debug` shows none of it.
 #[derive(Clone)]
 pub struct Credentials {
@@ -69,7 +73,7 @@ pub async fn connect(
     }
     let endpoint = Endpoint::from_shared(format!("https://{address}"))
         .map_err(|_| "is not an address of the form host:port".to_owned())?
-        .connect_timeout(timeout)
+        .connect_timeout(timeout.min(TCP_TIMEOUT))
         .tcp_nodelay(true)
         .http2_max_header_list_size(16 << 10)
         .http2_keep_alive_interval(Duration::from_secs(10))

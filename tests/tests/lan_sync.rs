@@ -137,7 +137,7 @@ fn kills_during_sync_cost_nothing_that_had_arrived() {
 }
 
 #[test]
-#[ignore = "the first to register is told to fetch everything and goes on when others have joined"]
+#[ignore = "each record is owned once, but 16.2 MB leave the coordinator for 12.5 MB; 15.3 are allowed"]
 fn nodes_that_join_together_fetch_each_record_once() {
     let _alone = alone();
     let Some(cluster) = LanCluster::up_or_skip(&program(), Setup::demo(3)) else { return };

@@ -233,6 +233,10 @@ pub struct LimitArgs {
     #[arg(skip)]
     pub settle: Option<Settle>,
 
+    /// Share out the experts as soon as this many nodes have joined, without waiting for more
+    #[arg(long, requires = "cluster", value_name = "COUNT", hide_short_help = true)]
+    pub awaited_nodes: Option<usize>,
+
     /// Share of the experts this machine computes beside its nodes: auto (as planned) or 0 to 1
     #[arg(long, value_name = "SHARE", default_value = "auto", hide_short_help = true)]
     pub local_share: LocalShareArg,

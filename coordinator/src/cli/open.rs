@@ -82,7 +82,13 @@ impl<T> Loaded<T> {
     /// Where the time of routed experts went so far, and the state of the nodes.
     pub fn metrics(&self) -> ExpertMetrics {
         let nodes = self.cluster.as_ref().map(|c| c.nodes()).unwrap_or_default();
-        let state = |n: NodeStatus| NodeState { id: n.id, name: n.name, state: n.state };
+        let state = |n: NodeStatus| NodeState {
+            id: n.id,
+            name: n.name,
+            state: n.state,
+            disk_is_sick: n.disk == "sick",
+            read_failures: n.read_failures,
+        };
         ExpertMetrics { nodes: nodes.into_iter().map(state).collect(), times: self.model.expert_times() }
     }
 
@@ -97,7 +103,13 @@ impl<T> Loaded<T> {
         Served {
             nodes: nodes
                 .into_iter()
-                .map(|n| NodeServed { name: n.name, addr: n.addr, state: n.state, experts: n.experts_served })
+                .map(|n| NodeServed {
+                    name: n.name,
+                    addr: n.addr,
+                    state: n.state,
+                    experts: n.experts_served,
+                    failures: n.failures,
+                })
                 .collect(),
             local,
             fallback,
@@ -131,17 +143,29 @@ pub struct NodeServed {
     pub state: String,
     /// Experts computed.
     pub experts: u64,
+    /// Dispatches answered late or not at all.
+    pub failures: u64,
 }
 
 impl Served {
     /// The counts since `earlier`.
     pub fn since(&self, earlier: &Self) -> Self {
-        let before = |name: &str| earlier.nodes.iter().find(|n| n.name == name).map_or(0, |n| n.experts);
+        let before = |name: &str| {
+            let node = earlier.nodes.iter().find(|n| n.name == name);
+            node.map_or((0, 0), |n| (n.experts, n.failures))
+        };
         Self {
             nodes: self
                 .nodes
                 .iter()
-                .map(|n| NodeServed { experts: n.experts.saturating_sub(before(&n.name)), ..n.clone() })
+                .map(|n| {
+                    let (experts, failures) = before(&n.name);
+                    NodeServed {
+                        experts: n.experts.saturating_sub(experts),
+                        failures: n.failures.saturating_sub(failures),
+                        ..n.clone()
+                    }
+                })
                 .collect(),
             local: self.local.saturating_sub(earlier.local),
             fallback: self.fallback.saturating_sub(earlier.fallback),
@@ -325,7 +349,7 @@ pub fn load_parts<T>(
                 discovery: !limits.no_discovery,
                 interface: limits.interface.clone(),
                 sync_rate: limits.sync_rate.map(|rate| rate.0),
-                settle: limits.settle.unwrap_or(SETTLE),
+                settle: limits.settle.unwrap_or(Settle { nodes: limits.awaited_nodes, ..SETTLE }),
                 ..ClusterOptions::default()
             };
             let experts = ClusterExperts::start(state, model, options)?;

@@ -183,9 +183,18 @@ fn config(args: &ServeArgs, loaded: &Arc<Loaded>, api_keys: ApiKeys) -> Result<G
         allowed_hosts: args.allowed_hosts.clone(),
         max_body_bytes: usize::try_from(args.max_body.0).unwrap_or(usize::MAX),
         facts: facts(loaded),
-        experts: Box::new(move || serde_json::to_value(counts.served()).unwrap_or(Value::Null)),
+        experts: Box::new(move || experts(&counts)),
         metrics: Box::new(move || metrics.metrics()),
     })
+}
+
+/// What `/status` says about experts: who computed how many and, as `cluster`, everything known of it.
+fn experts(loaded: &Loaded) -> Value {
+    let mut experts = serde_json::to_value(loaded.served()).unwrap_or(Value::Null);
+    if let (Value::Object(fields), Some(cluster)) = (&mut experts, &loaded.cluster) {
+        fields.insert("cluster".to_owned(), serde_json::to_value(cluster.report()).unwrap_or(Value::Null));
+    }
+    experts
 }
 
 fn directory_name(dir: &std::path::Path) -> Option<String> {

@@ -21,6 +21,15 @@ pub type Preferred = Arc<dyn Fn(ExpertId) -> Option<Arc<str>> + Send + Sync>;
 const ABOUT: f64 = 0.1;
 const ABOUT_S: f64 = 75e-6;
 
+/// Who is asked where nobody else can, in order, with whether it can be expected to read the expert.
+const LAST_HOPES: [(Standing, bool); 5] = [
+    (Standing::Late, true),
+    (Standing::Suspect, true),
+    (Standing::Good, false),
+    (Standing::Late, false),
+    (Standing::Suspect, false),
+];
+
 /// Where an expert is computed.
 #[derive(Clone)]
 pub(super) enum Place {
@@ -53,7 +62,7 @@ pub(super) struct Choice<'a> {
     pub(super) here: Option<Here<'a>>,
     pub(super) preferred: Preferred,
     pub(super) placement: &'a Placement,
-    /// Whether nodes that are late or suspect may be asked where nobody else can.
+    /// Whether nodes that are late or suspect, or whose disk fails, may be asked where nobody else can.
     pub(super) desperate: bool,
 }
 
@@ -70,10 +79,12 @@ impl Choice<'_> {
             *place = (self.has_local)(self.id(index)).then_some(Place::Local);
         }
         if self.desperate {
-            for standing in [Standing::Late, Standing::Suspect] {
+            for (standing, reads) in LAST_HOPES {
                 for (i, place) in places.iter_mut().enumerate().filter(|(_, place)| place.is_none()) {
-                    let able =
-                        (0..nodes.len()).filter(|&n| offers[n].standing == standing && offers[n].holds[i]);
+                    let able = (0..nodes.len()).filter(|&n| {
+                        let offer = &offers[n];
+                        offer.standing == standing && offer.holds[i] && offer.reads[i] == reads
+                    });
                     let best = able.max_by_key(|&n| nodes[n].seed.score(self.id(experts[i])));
                     *place = best.map(|n| match standing {
                         Standing::Suspect => Place::LastHope(nodes[n].clone()),
@@ -92,7 +103,10 @@ impl Choice<'_> {
         let wanted: Vec<Wanted> = (0..experts.len())
             .map(|i| {
                 let id = self.id(experts[i]);
-                let good = |n: &usize| offers[*n].standing == Standing::Good && offers[*n].holds[i];
+                let good = |n: &usize| {
+                    let offer = &offers[*n];
+                    offer.standing == Standing::Good && offer.holds[i] && offer.reads[i]
+                };
                 let mut able: Vec<(usize, bool)> =
                     (0..nodes.len()).filter(good).map(|n| (n, offers[n].resident[i])).collect();
                 if let Some(resident) = resident_here.as_ref().filter(|_| (self.has_local)(id)) {

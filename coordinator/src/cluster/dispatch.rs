@@ -63,7 +63,6 @@ impl Dispatcher {
     pub(super) fn new(
         membership: Arc<Membership>,
         planner: Arc<Planner>,
-        routes: Arc<RouteLog>,
         layout: ExpertLayout,
         fraction_bits: u8,
         local: Option<Arc<LocalStore>>,
@@ -75,9 +74,9 @@ impl Dispatcher {
             Arc::new(move |id| planner.placement().owner(id).map(Arc::from))
         };
         Self {
+            routes: planner.routes().clone(),
             membership,
             planner,
-            routes,
             layout,
             fraction_bits,
             local_share: options.local_share,

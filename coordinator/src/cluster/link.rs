@@ -116,6 +116,21 @@ async fn keep_linked(context: Arc<LinkContext>, node: Arc<Node>) {
     }
 }
 
+/// Dials, and once more from the beginning when there is news of the node meanwhile: what went into a
+/// pulled cable is repeated later and later.
+async fn dial_awake(
+    context: &LinkContext,
+    node: &Node,
+    address: &str,
+    name: &str,
+) -> Result<Handshake, Failed> {
+    tokio::select! {
+        dialled = Handshake::dial(context, address, name) => return dialled,
+        () = node.wake.notified() => {}
+    }
+    Handshake::dial(context, address, name).await
+}
+
 /// One connection: `Err` when it never came to be, `Ok` with why it ended otherwise.
 async fn session(context: &LinkContext, node: &Node, address: &str) -> Result<String, Failed> {
     let mut cuts = node.cuts.subscribe();
@@ -129,7 +144,7 @@ async fn session(context: &LinkContext, node: &Node, address: &str) -> Result<St
         return Err(Failed::refused("is revoked"));
     }
     let name = tls::node_name(&node.id);
-    let mut link = Handshake::dial(context, address, &name).await?;
+    let mut link = dial_awake(context, node, address, &name).await?;
     node.dialled(Ok(address));
     let hello = link.greet(context).await.map_err(Failed::refused)?;
     if hello.node_id != node.id {

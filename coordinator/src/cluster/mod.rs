@@ -216,6 +216,10 @@ pub struct NodeStatus {
     pub pulse_age_ms: Option<u64>,
     /// Its latest changes of state, oldest first.
     pub changes: Vec<StateChange>,
+    /// `ok`, or `sick` while reads fail: only what is in its memory is asked of it.
+    pub disk: String,
+    /// Experts it could not read when asked for them.
+    pub read_failures: u64,
 }
 
 /// The cluster implementation of the expert seam, with fall-back to replicas and the local store.
@@ -287,7 +291,7 @@ impl ClusterExperts {
             model.fingerprint,
             layout.clone(),
             model.demand,
-            routes.clone(),
+            routes,
             here,
             options.settle,
         )?;
@@ -328,7 +332,6 @@ impl ClusterExperts {
             dispatcher: Dispatcher::new(
                 membership,
                 planner,
-                routes,
                 layout,
                 model.profile.fraction_bits,
                 model.local,

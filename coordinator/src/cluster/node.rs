@@ -5,6 +5,7 @@
 //! overdue) or `Lost` (no connection). Links and pulses write here (`vitals`), dispatch reads and writes
 //! (`dispatching`); every lock is held for microseconds.
 
+mod disk;
 mod dispatching;
 
 pub(super) use dispatching::{Offer, Standing};
@@ -23,6 +24,7 @@ use super::NodeStatus;
 use super::membership::Changed;
 use super::owed::Owed;
 use super::placement::Seed;
+use disk::Disk;
 
 mod vitals;
 
@@ -88,6 +90,7 @@ struct Inner {
     measurement: Option<v1::Measurement>,
     /// The experts it has in memory, as far as is known.
     resident: Held,
+    disk: Disk,
     /// Payload of the link, measured once per connection.
     link_bytes_per_s: Option<f64>,
 }
@@ -95,7 +98,7 @@ struct Inner {
 /// What was measured of the way to a node.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Way {
-    /// Median of recent pings.
+    /// Lowest of recent pings: what is above it is a busy machine, as one that has just started is.
     pub(super) round_trip_us: Option<f64>,
     /// Payload of the link.
     pub(super) bytes_per_s: Option<f64>,
@@ -151,6 +154,7 @@ impl Node {
                 owed: Owed::default(),
                 measurement: None,
                 resident: Held::none(layout),
+                disk: Disk::default(),
                 link_bytes_per_s: None,
             }),
             wake: Notify::new(),
@@ -281,8 +285,8 @@ impl Node {
     /// The way to it, as far as it was measured.
     pub(super) fn way(&self) -> Way {
         let inner = self.lock();
-        let median = inner.vitals.rtt_us(0.5);
-        Way { round_trip_us: (median > 0).then(|| median.into()), bytes_per_s: inner.link_bytes_per_s }
+        let lowest = inner.vitals.rtt_us(0.0);
+        Way { round_trip_us: (lowest > 0).then(|| lowest.into()), bytes_per_s: inner.link_bytes_per_s }
     }
 
     /// Notes the payload of the link.
@@ -352,6 +356,8 @@ impl Node {
             load: inner.vitals.load(),
             pulse_age_ms: inner.vitals.pulse_age_ms(),
             changes: inner.vitals.changes(),
+            disk: if inner.disk.is_sick(Instant::now()) { "sick" } else { "ok" }.to_owned(),
+            read_failures: inner.disk.failures(),
         }
     }
 }

@@ -94,6 +94,11 @@ impl Planner {
         self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// Which experts were asked for together.
+    pub(super) fn routes(&self) -> &Arc<RouteLog> {
+        &self.routes
+    }
+
     /// What the planner said last.
     pub(super) fn report(&self) -> Option<PlanReport> {
         self.made().report.clone()

@@ -23,7 +23,7 @@ use super::state::ClusterState;
 const LEASE: Duration = Duration::from_secs(10);
 /// Time for connecting, and the pause between attempts.
 const DIAL_TIMEOUT: Duration = Duration::from_secs(2);
-const DIAL_EVERY: Duration = Duration::from_secs(1);
+const DIAL_EVERY: Duration = Duration::from_millis(500);
 /// How often the list of members is looked at for revocations.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 

@@ -20,6 +20,10 @@ pub struct NodeState {
     pub name: String,
     /// `joining`, `syncing`, `ready`, `suspect` or `lost`.
     pub state: String,
+    /// Whether its disk fails and is left alone.
+    pub disk_is_sick: bool,
+    /// Reads that failed.
+    pub read_failures: u64,
 }
 
 /// What metrics are made of besides the gateway's own counters.
@@ -175,6 +179,16 @@ fn nodes(page: &mut Page, counts: &ExpertMetrics) {
             );
         }
     }
+    let reads = "shimmer_node_read_failures_total";
+    page.family(reads, "counter", "Experts the node could not read when asked for them.");
+    for node in &counts.nodes {
+        page.sample(reads, &[("node", &node.name), ("id", &node.id)], node.read_failures);
+    }
+    let sick = "shimmer_node_disk_sick";
+    page.family(sick, "gauge", "1 while reads fail and only what is in the node's memory is asked of it.");
+    for node in &counts.nodes {
+        page.sample(sick, &[("node", &node.name), ("id", &node.id)], u8::from(node.disk_is_sick));
+    }
     for (name, help, value) in NODE_COUNTERS {
         page.family(name, "counter", help);
         for (id, node) in &counts.times.nodes {
@@ -209,7 +223,13 @@ mod tests {
         let mut times = ExpertTimes { wait_s: 1.5, ..ExpertTimes::default() };
         times.wait.disk_s = 1.5;
         times.nodes.insert("a1".into(), node);
-        let state = NodeState { id: "a1".into(), name: "\"attic\"\n".into(), state: "suspect".into() };
+        let state = NodeState {
+            id: "a1".into(),
+            name: "\"attic\"\n".into(),
+            state: "suspect".into(),
+            disk_is_sick: true,
+            read_failures: 3,
+        };
         ExpertMetrics { nodes: vec![state], times }
     }
 
@@ -231,6 +251,8 @@ mod tests {
         for line in [
             "shimmer_node_state{node=\"\\\"attic\\\"\\n\",id=\"a1\",state=\"suspect\"} 1",
             "shimmer_node_state{node=\"\\\"attic\\\"\\n\",id=\"a1\",state=\"ready\"} 0",
+            "shimmer_node_read_failures_total{node=\"\\\"attic\\\"\\n\",id=\"a1\"} 3",
+            "shimmer_node_disk_sick{node=\"\\\"attic\\\"\\n\",id=\"a1\"} 1",
             "shimmer_node_wait_seconds_total{cause=\"disk\"} 1.5",
             "shimmer_node_dispatches_total{node=\"\\\"attic\\\"\\n\",id=\"a1\"} 7",
             "shimmer_node_round_trip_seconds_bucket{node=\"\\\"attic\\\"\\n\",id=\"a1\",le=\"4.096\"} 1",

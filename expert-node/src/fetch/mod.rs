@@ -17,7 +17,7 @@ mod assembler;
 mod manager;
 pub(crate) mod progress;
 mod receive;
-mod room;
+pub(crate) mod room;
 mod work;
 mod worker;
 

@@ -17,6 +17,11 @@ pub(super) fn check_room(context: &Context, missing: u64) -> Result<(), String> 
     enough_room(missing, free).map_err(|what| format!("{}: {what}", dir.display()))
 }
 
+/// Bytes of records that `free` bytes of a disk have room for.
+pub(crate) fn room_for_records(free: u64) -> u64 {
+    free.saturating_sub(SPARE_BYTES) / 101 * 100
+}
+
 /// Whether `missing` bytes of records fit beside what else a disk needs.
 fn enough_room(missing: u64, free: u64) -> Result<(), String> {
     let needed = missing.saturating_add(missing / 100).saturating_add(SPARE_BYTES);
@@ -54,6 +59,10 @@ mod tests {
         let missing = 1000 << 20;
         let needed = missing + missing / 100 + SPARE_BYTES;
         assert_eq!(enough_room(missing, needed), Ok(()));
+        let room = room_for_records(needed);
+        assert!(room <= missing && room > missing - 200, "{room}");
+        assert_eq!(enough_room(room, needed), Ok(()));
+        assert_eq!(room_for_records(SPARE_BYTES), 0);
         let refused = enough_room(missing, needed - 1).unwrap_err();
         for part in [needed.to_string(), (needed - 1).to_string(), "free some space".to_owned()] {
             assert!(refused.contains(&part), "{refused}");

@@ -101,16 +101,30 @@ impl LanCluster {
         Some(cluster)
     }
 
-    /// As [`Self::up_or_skip`]; all nodes have joined and fetched their experts.
+    /// As [`Self::up_or_skip`]; all nodes have joined, own experts and have fetched them.
     ///
     /// # Panics
     /// When they do not in time.
     pub fn ready_or_skip(program: &Program, setup: Setup) -> Option<Self> {
         let cluster = Self::up_or_skip(program, setup)?;
         let nodes = cluster.setup.nodes;
-        (1..=nodes).for_each(|node| cluster.join(node));
+        (1..=nodes).for_each(|node| cluster.enrol(node));
+        (1..=nodes).for_each(|node| cluster.start(node));
         cluster.wait_ready(nodes);
+        cluster.wait_spread();
         Some(cluster)
+    }
+
+    /// Waits until every node has a part.
+    fn wait_spread(&self) {
+        wait_for("experts on every node", || {
+            let status = self.status().ok()?;
+            let nodes = status["experts"]["cluster"]["nodes"].as_array()?;
+            let has_part = |node: &&Value| {
+                node["state"] == "ready" && node["experts_held"].as_u64().is_some_and(|n| n > 0)
+            };
+            (nodes.iter().filter(has_part).count() >= self.setup.nodes).then_some(())
+        });
     }
 
     /// Numbers of all nodes.
@@ -145,6 +159,9 @@ impl LanCluster {
         let port = HTTP_PORT.to_string();
         let mut command = self.program.command(["serve", "--usage", "off", "--no-think", "--port", &port]);
         command.arg("--model").arg(&self.setup.model).arg("--cluster").arg(self.dir.path().join("cluster"));
+        // The demo model is so small that a planner gives the machine with the shortest round trip all of it:
+        // equal parts come of planning before anything has been measured.
+        command.args(["--local-share", "0", "--awaited-nodes", &self.setup.nodes.to_string()]);
         self.launch(0, &command);
     }
 

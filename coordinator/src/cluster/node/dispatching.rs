@@ -31,6 +31,8 @@ pub(in super::super) struct Offer {
     pub(in super::super) standing: Standing,
     /// For each expert asked about, whether the node holds it.
     pub(in super::super) holds: Vec<bool>,
+    /// Whether it can be expected to have the expert in memory or to be able to read it.
+    pub(in super::super) reads: Vec<bool>,
     /// Whether it has the expert in memory, as far as is known.
     pub(in super::super) resident: Vec<bool>,
     pub(in super::super) expected: Expected,
@@ -48,13 +50,12 @@ impl Node {
         let mut inner = self.lock();
         let now = Instant::now();
         self.expire(&mut inner, now);
+        let ids = || experts.iter().map(|&index| ExpertId { layer, index });
         Offer {
             standing: inner.standing(now),
-            holds: experts.iter().map(|&index| inner.held.contains(ExpertId { layer, index })).collect(),
-            resident: experts
-                .iter()
-                .map(|&index| inner.resident.contains(ExpertId { layer, index }))
-                .collect(),
+            holds: ids().map(|id| inner.held.contains(id)).collect(),
+            reads: ids().map(|id| inner.resident.contains(id) || inner.disk.reads(id, now)).collect(),
+            resident: ids().map(|id| inner.resident.contains(id)).collect(),
             expected: inner.owed.pace.expected(
                 rows,
                 record_bytes,
@@ -114,19 +115,17 @@ impl Node {
             // A missed deadline has been counted already, and who gave up a dispatch gets no more.
             let counts = !answered.missed && !answered.cancelled;
             self.failures.fetch_add(u64::from(counts), Ordering::Relaxed);
-            let unavailable = matches!(
-                failure.code(),
-                v1::ErrorCode::NotHeld | v1::ErrorCode::Read | v1::ErrorCode::Damaged
-            );
-            let index = failure.expert.filter(|_| unavailable).and_then(|e| u16::try_from(e).ok());
+            let index = failure.expert.and_then(|e| u16::try_from(e).ok());
             if let Some(index) = index {
-                // Until the node says again what it holds, others compute this expert.
-                inner.held.remove(ExpertId { layer: answered.layer, index });
+                inner.lacks(ExpertId { layer: answered.layer, index }, failure.code());
             }
         }
         if let Some(v1::reply::Outcome::Sums(_)) = &reply.outcome {
             let layer = answered.layer;
-            answered.experts.iter().for_each(|&index| inner.resident.insert(ExpertId { layer, index }));
+            for &index in &answered.experts {
+                inner.resident.insert(ExpertId { layer, index });
+                inner.disk.computed(ExpertId { layer, index });
+            }
         }
         if answered.missed {
             self.settle(&mut inner, "");
@@ -158,7 +157,11 @@ impl Node {
     pub(in super::super) fn wants_hints(&self) -> bool {
         let inner = self.lock();
         let takes = inner.vitals.load().is_none_or(|load| load.takes_hints);
-        takes && inner.owed.is_disk_bound() && inner.standing(Instant::now()) == Standing::Good
+        let now = Instant::now();
+        takes
+            && inner.owed.is_disk_bound()
+            && inner.standing(now) == Standing::Good
+            && !inner.disk.is_sick(now)
     }
 
     /// Notes what the node measured of its own machine.
@@ -170,12 +173,36 @@ impl Node {
     pub(in super::super) fn will_hold(&self, hint: &v1::Hint) {
         let mut inner = self.lock();
         let Ok(layer) = u16::try_from(hint.layer) else { return };
-        let experts = hint.experts.iter().filter_map(|&e| u16::try_from(e).ok());
-        experts.for_each(|index| inner.resident.insert(ExpertId { layer, index }));
+        let now = Instant::now();
+        for index in hint.experts.iter().filter_map(|&e| u16::try_from(e).ok()) {
+            let id = ExpertId { layer, index };
+            if inner.disk.reads(id, now) {
+                inner.resident.insert(id);
+            }
+        }
     }
 }
 
 impl Inner {
+    /// The node cannot compute `id` for a reason that may be gone later.
+    fn lacks(&mut self, id: ExpertId, code: v1::ErrorCode) {
+        match code {
+            // Until the node says again what it holds, others compute this expert.
+            v1::ErrorCode::NotHeld | v1::ErrorCode::Damaged => self.held.remove(id),
+            v1::ErrorCode::Read => {
+                self.resident.remove(id);
+                if let Some(pause) = self.disk.failed(id, Instant::now()) {
+                    tracing::warn!(
+                        node = self.name,
+                        seconds = pause.as_secs(),
+                        "its disk fails; only what it has in memory is asked of it for a while"
+                    );
+                }
+            }
+            _ => {}
+        }
+    }
+
     fn standing(&self, now: Instant) -> Standing {
         match self.status {
             Status::Ready | Status::Syncing if self.owed.is_late(now) => Standing::Late,
