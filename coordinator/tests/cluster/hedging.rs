@@ -236,7 +236,8 @@ fn whatever_nodes_do_every_call_ends_with_the_same_sums() {
             let rows = [1, 1, 2, 30][(step % 4) as usize];
             cluster.check(&batch(LAYERS[(step % 2) as usize], rows, seed * 100 + step));
         }
-        assert!(nodes.iter().all(|node| !node.dispatches().is_empty()));
+        // One that is slow from the start may never be asked again.
+        assert!(nodes.iter().filter(|node| !node.dispatches().is_empty()).count() >= 2);
         let times = times(&cluster);
         let tiers = times.tiers;
         let computed = tiers.node_memory + tiers.node_disk + tiers.local_memory + tiers.local_disk;
