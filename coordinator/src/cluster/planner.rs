@@ -16,6 +16,8 @@ use super::{ClusterError, ExpertDemand};
 
 /// Speeds that changed by less than this factor are the same.
 const SAME: f64 = 1.5;
+/// RAM for experts assumed of a node that has not told.
+const ASSUMED_RAM_BYTES: u64 = 8 << 30;
 /// Least time between two plans for other speeds only.
 const PAUSE: Duration = Duration::from_secs(120);
 
@@ -205,7 +207,7 @@ fn worker(member: &Member) -> Worker {
         id: member.id.clone(),
         name: member.name.clone(),
         rates: rates.sane(),
-        ram_bytes: measured.ram_bytes,
+        ram_bytes: if measured.ram_bytes > 0 { measured.ram_bytes } else { ASSUMED_RAM_BYTES },
         disk_bytes: Some(measured.disk_bytes.unwrap_or(u64::MAX)),
     }
 }
