@@ -16,6 +16,10 @@ use super::{ClusterError, ExpertDemand};
 
 /// Speeds that changed by less than this factor are the same.
 const SAME: f64 = 1.5;
+/// Round trips up to this factor and this much more than the quickest, and links down to one part in this factor of
+/// the fastest, are as good as those.
+const NEAR_FACTOR: f64 = 3.0;
+const NEAR_S: f64 = 1e-3;
 /// RAM for experts assumed of a node that has not told.
 const ASSUMED_RAM_BYTES: u64 = 8 << 30;
 /// Least time between two plans for other speeds only.
@@ -189,7 +193,9 @@ impl Planner {
     fn workers(&self) -> Result<Vec<Worker>, ClusterError> {
         let members = self.state.members()?;
         let here = self.here.as_ref().map(Here::worker);
-        Ok(here.into_iter().chain(members.iter().filter(|m| m.takes_part()).map(worker)).collect())
+        let mut nodes: Vec<Worker> = members.iter().filter(|m| m.takes_part()).map(worker).collect();
+        even_out_ways(&mut nodes);
+        Ok(here.into_iter().chain(nodes).collect())
     }
 }
 
@@ -210,6 +216,21 @@ fn worker(member: &Member) -> Worker {
         ram_bytes: if measured.ram_bytes > 0 { measured.ram_bytes } else { ASSUMED_RAM_BYTES },
         disk_bytes: Some(measured.disk_bytes.unwrap_or(u64::MAX)),
     }
+}
+
+/// Round trips and links that differ by little differ by chance: those near the best count as their mean.
+fn even_out_ways(nodes: &mut [Worker]) {
+    let quickest = nodes.iter().map(|w| w.rates.round_trip_s).fold(f64::INFINITY, f64::min);
+    let fastest = nodes.iter().map(|w| w.rates.link_bytes_per_s).fold(0.0, f64::max);
+    even_out(nodes, |r| &mut r.round_trip_s, |s| s <= quickest * NEAR_FACTOR + NEAR_S);
+    even_out(nodes, |r| &mut r.link_bytes_per_s, |rate| rate * NEAR_FACTOR >= fastest);
+}
+
+fn even_out(nodes: &mut [Worker], of: impl Fn(&mut Rates) -> &mut f64, near: impl Fn(f64) -> bool) {
+    let mut alike: Vec<&mut f64> =
+        nodes.iter_mut().map(|w| of(&mut w.rates)).filter(|value| near(**value)).collect();
+    let mean = alike.iter().map(|value| **value).sum::<f64>() / alike.len().max(1) as f64;
+    alike.iter_mut().for_each(|value| **value = mean);
 }
 
 fn alike(a: &Worker, b: &Worker) -> bool {
@@ -236,9 +257,31 @@ pub fn plan_offline(
     model: Fingerprint,
 ) -> Result<PlanReport, ClusterError> {
     let members = state.members()?;
-    let workers: Vec<Worker> =
-        here.into_iter().chain(members.iter().filter(|m| m.takes_part()).map(worker)).collect();
+    let mut nodes: Vec<Worker> = members.iter().filter(|m| m.takes_part()).map(worker).collect();
+    even_out_ways(&mut nodes);
+    let workers: Vec<Worker> = here.into_iter().chain(nodes).collect();
     let current = state.placement()?.and_then(|file| file.placement(model, layout));
     let demand = Demand::new(layout, demand.per_token, |id: ExpertId| (demand.heat)(id), |_| Vec::new());
     Ok(plan(&demand, &workers, current.as_ref()).1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn round_trips_of_one_lan_are_alike_and_those_of_a_slow_way_are_not() {
+        let node = |ms: f64| Worker {
+            id: String::new(),
+            name: String::new(),
+            rates: Rates { round_trip_s: ms / 1e3, ..Rates::ASSUMED },
+            ram_bytes: 0,
+            disk_bytes: None,
+        };
+        let mut nodes = [node(0.3), node(0.5), node(1.6), node(9.0)];
+        even_out_ways(&mut nodes);
+        let trips = nodes.map(|n| (n.rates.round_trip_s * 1e6).round());
+        assert_eq!(trips, [800.0, 800.0, 800.0, 9000.0]);
+        even_out_ways(&mut []);
+    }
 }
