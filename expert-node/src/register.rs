@@ -146,7 +146,7 @@ impl Registrar {
         let skew = tls::clock_skew(tls::unix_millis(), reply.unix_ms, "the coordinator");
         // At once: members may ask as soon as the coordinator has named them.
         self.shared.roster.set(reply.roster);
-        let unreachable = printable(&reply.unreachable);
+        let unreachable = sentence(&reply.unreachable);
         let peers = reply.sources.into_iter().take(MAX_PEERS).filter_map(|s| peer(&layout, s)).collect();
         let (fetch_bytes_per_s, settling) = (reply.fetch_bytes_per_s, reply.settling);
         Ok(Registration {
@@ -185,6 +185,11 @@ impl Registrar {
         self.channel = Some((channel.clone(), address));
         Ok(channel)
     }
+}
+
+/// A sentence from the network, shortened and free of control characters; empty where nothing is wrong.
+fn sentence(said: &str) -> String {
+    said.chars().filter(|c| !c.is_control()).take(500).collect()
 }
 
 /// Most nodes that records are fetched from.
@@ -229,5 +234,17 @@ impl Backoff {
 impl Default for Backoff {
     fn default() -> Self {
         Self::new()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_wrong_is_nothing_to_say() {
+        assert_eq!(sentence(""), "");
+        assert_eq!(sentence("a\u{1b}[31mb\n"), "a[31mb");
+        assert_eq!(sentence(&"x".repeat(900)).len(), 500);
     }
 }
