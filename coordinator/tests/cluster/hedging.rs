@@ -115,8 +115,9 @@ fn answers_that_come_twice_or_belong_to_nothing_are_ignored() {
         "odd",
         |_| true,
         Box::new(|_| {
-            let now = Duration::ZERO;
-            vec![(now, Act::Misnamed), (now, Act::Right), (now, Act::Right), (now, Act::Garbage)]
+            // The rubbish comes when the answer has been taken.
+            let (now, later) = (Duration::ZERO, Duration::from_millis(40));
+            vec![(now, Act::Misnamed), (now, Act::Right), (now, Act::Right), (later, Act::Garbage)]
         }),
     );
     for seed in 0..20 {
