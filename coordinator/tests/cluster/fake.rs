@@ -6,10 +6,8 @@ use std::time::Duration;
 
 use shimmer_common::experts::{ExpertCompute as _, ExpertId, LocalStore};
 use shimmer_common::profile::NumericProfile;
-use shimmer_node::tls;
 use shimmer_node::wire::{Facts, Held, dispatch_from_wire, peer_to_wire};
 use shimmer_proto::v1;
-use shimmer_proto::v1::cluster_client::ClusterClient;
 use shimmer_proto::v1::experts_server::{Experts, ExpertsServer};
 use tonic::{Request, Response, Status, Streaming};
 
@@ -67,7 +65,6 @@ impl Fake {
     /// Joins a node that says it holds what `holds` says, and waits until it is ready.
     pub fn start(cluster: &Cluster, name: &str, holds: fn(ExpertId) -> bool, script: Script) -> Self {
         let config = cluster.join(name);
-        let credentials = config.credentials().unwrap();
         let state = Arc::new(State {
             script: Mutex::new(script),
             holds,
@@ -77,34 +74,8 @@ impl Fake {
             cancelled: Mutex::default(),
             reply: Mutex::default(),
         });
-        let runtime =
-            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-        let service = Service(state.clone());
-        runtime.block_on(async {
-            let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-            let port = listener.local_addr().unwrap().port();
-            let identity = tonic::transport::ServerTlsConfig::new()
-                .identity(credentials.tonic_identity().unwrap())
-                .client_ca_root(credentials.tonic_ca());
-            let server = tonic::transport::Server::builder()
-                .tls_config(identity)
-                .unwrap()
-                .add_service(ExpertsServer::new(service))
-                .serve_with_incoming(
-                    tonic::transport::server::TcpIncoming::from(listener).with_nodelay(Some(true)),
-                );
-            tokio::spawn(server);
-            let address = cluster.experts.control_addr().to_string();
-            let channel =
-                tls::connect(&credentials, &address, tls::COORDINATOR_NAME, PATIENCE).await.unwrap();
-            let facts = Facts { name: format!("node {name}"), fingerprint: None, profile: None };
-            let request = v1::RegisterRequest {
-                peer: Some(peer_to_wire(&facts)),
-                port: port.into(),
-                ..v1::RegisterRequest::default()
-            };
-            ClusterClient::new(channel).register(request).await.unwrap();
-        });
+        let services = tonic::service::Routes::new(ExpertsServer::new(Service(state.clone())));
+        let runtime = serve_as(cluster, &config, services);
         wait_until("the fake node is ready", || cluster.status(name).state == "ready");
         Self { state, _runtime: runtime }
     }

@@ -83,23 +83,8 @@ impl Experts for Mad {
 /// A member of the cluster that answers with `answer`; it serves until the runtime is dropped.
 fn mad_node(cluster: &Cluster, answer: Madness) -> tokio::runtime::Runtime {
     let config = cluster.join("mad");
-    let credentials = config.credentials().unwrap();
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-    runtime.block_on(async {
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let port = listener.local_addr().unwrap().port();
-        let tls = tonic::transport::ServerTlsConfig::new()
-            .identity(credentials.tonic_identity().unwrap())
-            .client_ca_root(credentials.tonic_ca());
-        let mad = Mad { id: config.settings.id.clone(), answer };
-        let server = tonic::transport::Server::builder()
-            .tls_config(tls)
-            .unwrap()
-            .add_service(ExpertsServer::new(mad))
-            .serve_with_incoming(tonic::transport::server::TcpIncoming::from(listener));
-        tokio::spawn(server);
-        register(cluster, &credentials, port).await.unwrap();
-    });
+    let mad = Mad { id: config.settings.id.clone(), answer };
+    let runtime = serve_as(cluster, &config, tonic::service::Routes::new(ExpertsServer::new(mad)));
     cluster.experts.wait_ready(1, PATIENCE).unwrap();
     runtime
 }

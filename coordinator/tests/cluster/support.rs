@@ -330,3 +330,30 @@ pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
         std::thread::yield_now();
     }
 }
+
+/// Serves `services` with the certificate of `config` and tells the coordinator where, until the runtime is
+/// dropped: a member whose behaviour is the test's.
+pub fn serve_as(
+    cluster: &Cluster,
+    config: &NodeConfig,
+    services: tonic::service::Routes,
+) -> tokio::runtime::Runtime {
+    let credentials = config.credentials().unwrap();
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    runtime.block_on(async {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let tls = tonic::transport::ServerTlsConfig::new()
+            .identity(credentials.tonic_identity().unwrap())
+            .client_ca_root(credentials.tonic_ca());
+        let incoming = tonic::transport::server::TcpIncoming::from(listener).with_nodelay(Some(true));
+        let server = tonic::transport::Server::builder()
+            .tls_config(tls)
+            .unwrap()
+            .add_routes(services)
+            .serve_with_incoming(incoming);
+        tokio::spawn(server);
+        crate::peers::register(cluster, &credentials, port).await.unwrap();
+    });
+    runtime
+}

@@ -10,7 +10,7 @@ use shimmer_proto::v1::record_part::Part;
 use shimmer_proto::v1::shards_server::{Shards, ShardsServer};
 use tonic::{Request, Response, Status};
 
-use crate::peers::{Mad, register};
+use crate::peers::Mad;
 use crate::support::*;
 
 #[derive(Clone, Copy, Debug)]
@@ -98,24 +98,12 @@ impl Liar {
 /// A member of the cluster that tells `lie`, once it counts as ready.
 pub fn lying_node(cluster: &Cluster, lie: Lie) -> Liar {
     let config = cluster.join("liar");
-    let credentials = config.credentials().unwrap();
     let asked = Arc::new(AtomicUsize::new(0));
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-    runtime.block_on(async {
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let port = listener.local_addr().unwrap().port();
-        let tls = tonic::transport::ServerTlsConfig::new()
-            .identity(credentials.tonic_identity().unwrap())
-            .client_ca_root(credentials.tonic_ca());
-        let server = tonic::transport::Server::builder()
-            .tls_config(tls)
-            .unwrap()
-            .add_service(ExpertsServer::new(Mad { id: config.settings.id.clone(), answer: |_| Vec::new() }))
-            .add_service(ShardsServer::new(LyingShards { lie, asked: asked.clone() }))
-            .serve_with_incoming(tonic::transport::server::TcpIncoming::from(listener));
-        tokio::spawn(server);
-        register(cluster, &credentials, port).await.unwrap();
-    });
+    let silent = Mad { id: config.settings.id.clone(), answer: |_| Vec::new() };
+    let shards = LyingShards { lie, asked: asked.clone() };
+    let services =
+        tonic::service::Routes::new(ExpertsServer::new(silent)).add_service(ShardsServer::new(shards));
+    let runtime = serve_as(cluster, &config, services);
     wait_until("the liar is ready", || cluster.status("liar").state == "ready");
     Liar { asked, _runtime: runtime }
 }
