@@ -161,7 +161,7 @@ impl Compute {
         let Some(store) = self.store.upgrade() else { return };
         let stats = store.stats();
         let layout = store.layout();
-        let record = layout.ids().filter_map(|id| layout.record_bytes(id)).max().unwrap_or(1).max(1) as u64;
+        let record = layout.max_record_bytes().max(1) as u64;
         let taken = store.ram_taken() as u64;
         load.pinned = count(stats.pinned_bytes / record);
         load.cached = count(taken.saturating_sub(stats.pinned_bytes) / record);

@@ -10,11 +10,10 @@ use shimmer_common::measure::{Reads, disk_speed};
 use shimmer_proto::v1;
 use shimmer_proto::v1::probe_client::ProbeClient;
 use shimmer_proto::v1::probe_server::Probe;
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use tonic::{Request, Response, Status};
-use x509_parser::pem::parse_x509_pem;
 
 use crate::tls::{self, Credentials};
 use crate::wire::{Facts, peer_to_wire};
@@ -57,6 +56,12 @@ impl ProbeService {
         Self { credentials, node_id, admits, about, room: Arc::new(Semaphore::new(AT_ONCE)) }
     }
 
+    /// Leave to measure, until dropped.
+    fn take_room(&self) -> Result<OwnedSemaphorePermit, Status> {
+        let room = self.room.clone().try_acquire_owned();
+        room.map_err(|_| Status::resource_exhausted("too many measurements at once; try again"))
+    }
+
     fn check<T>(&self, request: &Request<T>) -> Result<(), Status> {
         if (self.admits)(&tls::peer_names(request)) {
             return Ok(());
@@ -74,9 +79,7 @@ impl Probe for ProbeService {
         request: Request<tonic::Streaming<v1::EchoPart>>,
     ) -> Result<Response<Self::EchoStream>, Status> {
         self.check(&request)?;
-        let room = self.room.clone().try_acquire_owned();
-        let room =
-            room.map_err(|_| Status::resource_exhausted("too many measurements at once; try again"))?;
+        let room = self.take_room()?;
         let mut incoming = request.into_inner();
         let (parts, stream) = mpsc::channel(4);
         tokio::spawn(async move {
@@ -106,9 +109,7 @@ impl Probe for ProbeService {
 
     async fn disk(&self, request: Request<v1::DiskRequest>) -> Result<Response<v1::DiskReply>, Status> {
         self.check(&request)?;
-        let room = self.room.clone().try_acquire_owned();
-        let room =
-            room.map_err(|_| Status::resource_exhausted("too many measurements at once; try again"))?;
+        let room = self.take_room()?;
         let budget = Duration::from_millis(request.get_ref().millis.into()).min(MAX_DISK);
         let (_, source) = (self.about)();
         let measured = tokio::task::spawn_blocking(move || {
@@ -131,7 +132,8 @@ impl Probe for ProbeService {
     async fn facts(&self, request: Request<v1::FactsRequest>) -> Result<Response<v1::FactsReply>, Status> {
         self.check(&request)?;
         let (facts, _) = (self.about)();
-        let (not_before_unix, not_after_unix) = self.credentials.validity().unwrap_or((0, 0));
+        let certificate = self.credentials.identity.as_ref().map(|(pem, _)| tls::validity(pem.as_bytes()));
+        let (not_before_unix, not_after_unix) = certificate.and_then(Result::ok).unwrap_or_default();
         Ok(Response::new(v1::FactsReply {
             peer: Some(peer_to_wire(&facts)),
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -140,17 +142,6 @@ impl Probe for ProbeService {
             not_after_unix,
             unix_ms: tls::unix_millis(),
         }))
-    }
-}
-
-impl Credentials {
-    /// First and last second (since 1970) of this side's certificate.
-    pub fn validity(&self) -> Option<(i64, i64)> {
-        let (pem, _) = self.identity.as_ref()?;
-        let (_, pem) = parse_x509_pem(pem.as_bytes()).ok()?;
-        let certificate = pem.parse_x509().ok()?;
-        let validity = certificate.validity();
-        Some((validity.not_before.timestamp(), validity.not_after.timestamp()))
     }
 }
 

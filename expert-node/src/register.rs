@@ -17,7 +17,7 @@ use crate::interfaces;
 use crate::join::status_error;
 use crate::service::Shared;
 use crate::tls::{self, Credentials};
-use crate::wire::{Facts, Held, check_peer, layout_from_wire, peer_to_wire, printable};
+use crate::wire::{Facts, Held, check_peer, clean_text, layout_from_wire, peer_to_wire, printable};
 
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long announcements are waited for before the known addresses are tried again.
@@ -146,7 +146,7 @@ impl Registrar {
         let skew = tls::clock_skew(tls::unix_millis(), reply.unix_ms, "the coordinator");
         // At once: members may ask as soon as the coordinator has named them.
         self.shared.roster.set(reply.roster);
-        let unreachable = sentence(&reply.unreachable);
+        let unreachable = clean_text(&reply.unreachable, 500);
         let peers = reply.sources.into_iter().take(MAX_PEERS).filter_map(|s| peer(&layout, s)).collect();
         let (fetch_bytes_per_s, settling) = (reply.fetch_bytes_per_s, reply.settling);
         Ok(Registration {
@@ -185,11 +185,6 @@ impl Registrar {
         self.channel = Some((channel.clone(), address));
         Ok(channel)
     }
-}
-
-/// A sentence from the network, shortened and free of control characters; empty where nothing is wrong.
-fn sentence(said: &str) -> String {
-    said.chars().filter(|c| !c.is_control()).take(500).collect()
 }
 
 /// Most nodes that records are fetched from.
@@ -234,17 +229,5 @@ impl Backoff {
 impl Default for Backoff {
     fn default() -> Self {
         Self::new()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn nothing_wrong_is_nothing_to_say() {
-        assert_eq!(sentence(""), "");
-        assert_eq!(sentence("a\u{1b}[31mb\n"), "a[31mb");
-        assert_eq!(sentence(&"x".repeat(900)).len(), 500);
     }
 }

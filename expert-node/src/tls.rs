@@ -200,12 +200,18 @@ pub fn node_id(name: &str) -> Option<&str> {
 
 /// The node id a caller's certificate carries.
 pub fn peer_node_id<T>(request: &tonic::Request<T>) -> Option<String> {
-    let suffix = format!(".{ANY_NODE_NAME}");
-    peer_names(request)
-        .iter()
-        .filter_map(|name| name.strip_suffix(&suffix))
-        .find(|id| is_node_id(id))
-        .map(str::to_owned)
+    peer_names(request).iter().find_map(|name| node_id(name)).map(str::to_owned)
+}
+
+/// First and last second (since 1970) of a certificate.
+///
+/// # Errors
+/// What is wrong with the text.
+pub fn validity(pem: &[u8]) -> Result<(i64, i64), String> {
+    let (_, pem) = x509_parser::pem::parse_x509_pem(pem).map_err(|e| format!("is no certificate: {e}"))?;
+    let certificate = pem.parse_x509().map_err(|e| format!("is no certificate: {e}"))?;
+    let validity = certificate.validity();
+    Ok((validity.not_before.timestamp(), validity.not_after.timestamp()))
 }
 
 /// The first certificate of a PEM text; `None` when there is none.

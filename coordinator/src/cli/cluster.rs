@@ -272,15 +272,8 @@ fn status(args: &StatusArgs) -> Result<(), CliError> {
             Some(report) => status::table(report),
             None => table(&lines),
         })?;
-        if !args.watch {
+        if !args.watch || !interrupt.pause(WATCH_PERIOD) {
             return Ok(());
-        }
-        let next = Instant::now() + WATCH_PERIOD;
-        while Instant::now() < next {
-            if interrupt.requested() {
-                return Ok(());
-            }
-            std::thread::sleep(Duration::from_millis(50));
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use x509_parser::pem::parse_x509_pem;
+use shimmer_node::tls;
 
 use super::cluster::{own_addresses, probe};
 use super::doctor::{Area, Check};
@@ -90,27 +90,27 @@ fn certificate(path: &Path) -> Check {
     let what =
         path.file_name().map_or_else(|| "certificate".to_owned(), |n| n.to_string_lossy().into_owned());
     let again = "start a new cluster with `shimmer cluster init` and invite the nodes again";
-    match remaining_days(path) {
+    let pem = std::fs::read(path).map_err(|e| format!("cannot be read: {e}"));
+    match pem.and_then(|pem| tls::validity(&pem)) {
         Err(error) => Check::fail(Area::Cluster, &what, error, again),
-        Ok(days) if days < 0 => Check::fail(Area::Cluster, &what, format!("ended {} days ago", -days), again),
-        Ok(days) if days < EXPIRY_WARNING_DAYS => {
-            Check::warn(Area::Cluster, &what, format!("ends in {days} days"), again)
-        }
-        Ok(days) => Check::ok(Area::Cluster, &what, format!("valid for {days} days")),
+        Ok(validity) => validity_check(&what, validity, again),
     }
 }
 
-/// Days until the certificate ends; an error also when it is not valid yet.
-fn remaining_days(path: &Path) -> Result<i64, String> {
-    let pem = std::fs::read(path).map_err(|e| format!("cannot be read: {e}"))?;
-    let (_, pem) = parse_x509_pem(&pem).map_err(|e| format!("is no certificate: {e}"))?;
-    let certificate = pem.parse_x509().map_err(|e| format!("is no certificate: {e}"))?;
-    let validity = certificate.validity();
-    let now = x509_parser::time::ASN1Time::now().timestamp();
-    if now < validity.not_before.timestamp() {
-        return Err("is not valid yet; check this machine's clock".to_owned());
+/// Whether a certificate is valid now and for some time; `validity` in seconds since 1970, `again` how to get a
+/// new one.
+pub fn validity_check(what: &str, (begins, ends): (i64, i64), again: &str) -> Check {
+    let now = i64::try_from(tls::unix_millis() / 1000).unwrap_or(i64::MAX);
+    let days = (ends - now).div_euclid(DAY_S);
+    if now < begins {
+        Check::fail(Area::Cluster, what, "is not valid yet", "set the clocks of both machines")
+    } else if days < 0 {
+        Check::fail(Area::Cluster, what, format!("ended {} days ago", -days), again)
+    } else if days < EXPIRY_WARNING_DAYS {
+        Check::warn(Area::Cluster, what, format!("ends in {days} days"), again)
+    } else {
+        Check::ok(Area::Cluster, what, format!("valid for {days} days"))
     }
-    Ok((validity.not_after.timestamp() - now).div_euclid(DAY_S))
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@ use shimmer_proto::v1::probe_client::ProbeClient;
 use tonic::transport::Channel;
 
 use super::doctor::{Area, Check};
+use super::doctor_cluster::validity_check;
 use crate::cluster::Member;
 
 /// What is measured per way.
@@ -24,8 +25,6 @@ const UNSTEADY: u32 = 8;
 const UNSTEADY_FLOOR_US: u32 = 5_000;
 /// Clocks further apart than this are worth a word.
 const SKEW_MS: u64 = 5 * 60 * 1000;
-const EXPIRY_WARNING_DAYS: i64 = 30;
-const DAY_S: i64 = 86_400;
 /// A disk that gives less than this part of what it gave when nothing else ran.
 const BUSY_DISK: f64 = 0.5;
 
@@ -227,19 +226,9 @@ async fn disk(credentials: &Credentials, member: &Member, address: &str, name: &
 
 fn certificate_and_clock(name: &str, facts: &v1::FactsReply) -> Vec<Check> {
     let now_ms = tls::unix_millis();
-    let now_s = i64::try_from(now_ms / 1000).unwrap_or(i64::MAX);
     let again = "join it again under a new --data directory with a new token";
-    let days = (facts.not_after_unix - now_s).div_euclid(DAY_S);
-    let what = format!("{name} certificate");
-    let certificate = if facts.not_before_unix > now_s {
-        Check::fail(Area::Cluster, &what, "is not valid yet".to_owned(), "set the clocks of both machines")
-    } else if days < 0 {
-        Check::fail(Area::Cluster, &what, format!("ended {} days ago", -days), again)
-    } else if days < EXPIRY_WARNING_DAYS {
-        Check::warn(Area::Cluster, &what, format!("ends in {days} days"), again)
-    } else {
-        Check::ok(Area::Cluster, &what, format!("valid for {days} days"))
-    };
+    let validity = (facts.not_before_unix, facts.not_after_unix);
+    let certificate = validity_check(&format!("{name} certificate"), validity, again);
     let skew = facts.unix_ms.abs_diff(now_ms);
     let what = format!("{name} clock");
     let clock = if skew > SKEW_MS {

@@ -6,8 +6,12 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
+
+/// How soon a pause notices Ctrl-C.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 type CleanUp = Box<dyn FnOnce() + Send>;
 
@@ -93,6 +97,19 @@ impl Interrupt {
         if !self.requested() {
             notified.await;
         }
+    }
+
+    /// Sleeps; `false` when Ctrl-C arrived meanwhile.
+    pub fn pause(&self, time: Duration) -> bool {
+        let until = Instant::now() + time;
+        while !self.requested() {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return true;
+            }
+            std::thread::sleep(left.min(LOOK_EVERY));
+        }
+        false
     }
 
     /// Registers work to be done before the program ends by a second Ctrl-C.

@@ -41,8 +41,13 @@ pub(super) struct AdminService {
 impl Admin for AdminService {
     async fn status(&self, request: Request<v1::StatusRequest>) -> Result<Response<v1::StatusReply>, Status> {
         only_ourselves(&request)?;
-        let json = serde_json::to_string(&self.report()).map_err(|e| internal(&e))?;
-        Ok(Response::new(v1::StatusReply { json }))
+        let service = self.clone();
+        // It waits for a plan that is being made.
+        blocking(move || {
+            let json = serde_json::to_string(&service.report()).map_err(|e| internal(&e))?;
+            Ok(Response::new(v1::StatusReply { json }))
+        })
+        .await
     }
 
     async fn change(&self, request: Request<v1::ChangeRequest>) -> Result<Response<v1::ChangeReply>, Status> {
@@ -64,8 +69,7 @@ fn only_ourselves<T>(request: &Request<T>) -> Result<(), Status> {
 impl AdminService {
     /// Everything there is to show.
     pub(super) fn report(&self) -> ClusterReport {
-        let nodes = self.membership.all().iter().map(|node| node.status()).collect();
-        ClusterReport { nodes, plan: self.planner.report() }
+        ClusterReport { nodes: self.membership.statuses(), plan: self.planner.report() }
     }
 
     fn change_now(&self, change: v1::change_request::Change) -> Result<v1::ChangeReply, Status> {

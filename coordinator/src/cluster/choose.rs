@@ -14,7 +14,7 @@ use super::node::{Node, Offer, Standing};
 use super::pace::Expected;
 use super::placement::{LOCAL, Placement, Seed};
 
-/// The planner's first choice for an expert: a node id, or [`LOCAL`].
+/// A first choice for an expert in place of the planner's: a node id, or [`LOCAL`].
 pub type Preferred = Arc<dyn Fn(ExpertId) -> Option<Arc<str>> + Send + Sync>;
 
 /// Times this close count as equal: a part of the sooner one, and at least this.
@@ -60,7 +60,8 @@ pub(super) struct Choice<'a> {
     pub(super) record_bytes: usize,
     pub(super) has_local: Box<dyn Fn(ExpertId) -> bool + 'a>,
     pub(super) here: Option<Here<'a>>,
-    pub(super) preferred: Preferred,
+    /// Asked instead of the placement in force.
+    pub(super) preferred: Option<Preferred>,
     pub(super) placement: &'a Placement,
     /// Whether nodes that are late or suspect, or whose disk fails, may be asked where nobody else can.
     pub(super) desperate: bool,
@@ -98,7 +99,7 @@ impl Choice<'_> {
 
     /// Places among machines that work as they should; `None` for experts none of them can compute.
     fn good_places(&self, experts: &[u16], nodes: &[&Arc<Node>], offers: &[Offer]) -> Vec<Option<Place>> {
-        let here = nodes.len();
+        let (here, local_seed) = (nodes.len(), Seed::of(LOCAL));
         let resident_here = self.here.as_ref().map(|h| h.local.are_resident(self.layer, experts));
         let wanted: Vec<Wanted> = (0..experts.len())
             .map(|i| {
@@ -117,12 +118,14 @@ impl Choice<'_> {
                 if able.iter().any(|&(n, _)| takes_part(n)) {
                     able.retain(|&(n, _)| takes_part(n));
                 }
-                let favourite = (self.preferred)(id);
-                let is_favourite = |n: usize| {
-                    favourite.as_deref() == Some(if n == here { LOCAL } else { nodes[n].id.as_str() })
+                let named = self.preferred.as_ref().map(|preferred| preferred(id));
+                let favourite = match &named {
+                    Some(named) => named.as_deref(),
+                    None => self.placement.owner(id),
                 };
-                let preferred = able.iter().map(|&(n, _)| n).find(|&n| is_favourite(n));
-                let seed = |n: usize| if n == here { Seed::of(LOCAL) } else { nodes[n].seed };
+                let name = |n: usize| if n == here { LOCAL } else { nodes[n].id.as_str() };
+                let preferred = able.iter().map(|&(n, _)| n).find(|&n| favourite == Some(name(n)));
+                let seed = |n: usize| if n == here { local_seed } else { nodes[n].seed };
                 let scores = able.iter().map(|&(n, _)| seed(n).score(id)).collect();
                 Wanted { able, preferred, scores }
             })

@@ -51,7 +51,7 @@ pub(super) struct Dispatcher {
     budget: Mutex<Budget>,
     hints: Mutex<Hints>,
     times: Mutex<ExpertTimes>,
-    preferred: RwLock<Preferred>,
+    preferred: RwLock<Option<Preferred>>,
 }
 
 /// No statement under these locks leaves anything half changed.
@@ -69,10 +69,6 @@ impl Dispatcher {
         activity: Activity,
         options: &super::ClusterOptions,
     ) -> Self {
-        let preferred: Preferred = {
-            let planner = planner.clone();
-            Arc::new(move |id| planner.placement().owner(id).map(Arc::from))
-        };
         Self {
             routes: planner.routes().clone(),
             membership,
@@ -90,7 +86,7 @@ impl Dispatcher {
             budget: Mutex::default(),
             hints: Mutex::default(),
             times: Mutex::default(),
-            preferred: RwLock::new(preferred),
+            preferred: RwLock::new(None),
         }
     }
 
@@ -132,21 +128,25 @@ impl Dispatcher {
         let placement = self.planner.placement();
         let choice = Choice { desperate: false, ..self.choice(ahead.layer, &placement) };
         let mut ours = Vec::new();
-        let mut theirs: HashMap<String, Vec<u16>> = HashMap::new();
+        let mut theirs: Vec<(Arc<Node>, Vec<u16>)> = Vec::new();
         for (&index, place) in ahead.experts.iter().zip(choice.places(&work.iter().collect::<Vec<_>>())) {
             match place {
                 _ if self.is_ours(ExpertId { layer: ahead.layer, index }) => ours.push(index),
                 Place::Here | Place::Local => ours.push(index),
-                Place::Node(node) if node.wants_hints() => {
-                    theirs.entry(node.id.clone()).or_default().push(index);
-                }
-                Place::Node(_) | Place::LastHope(_) | Place::Nobody => {}
+                Place::Node(node) => match theirs.iter_mut().find(|(n, _)| Arc::ptr_eq(n, &node)) {
+                    Some((_, experts)) => experts.push(index),
+                    None => theirs.push((node, vec![index])),
+                },
+                Place::LastHope(_) | Place::Nobody => {}
             }
         }
         if let Some(local) = &self.local {
             local.prefetch(&Lookahead { layer: ahead.layer, experts: ours });
         }
-        lock(&self.hints).replace(ahead.layer, theirs);
+        let wanted = theirs.into_iter().filter(|(node, _)| node.wants_hints());
+        let wanted: HashMap<String, Vec<u16>> =
+            wanted.map(|(node, experts)| (node.id.clone(), experts)).collect();
+        lock(&self.hints).replace(ahead.layer, wanted);
     }
 
     /// What a choice for `layer` is made from, nobody excluded.
@@ -227,12 +227,12 @@ impl Dispatcher {
         lock(&self.budget).take(must)
     }
 
-    fn preferred(&self) -> Preferred {
+    fn preferred(&self) -> Option<Preferred> {
         self.preferred.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     pub(super) fn set_preferred(&self, preferred: Preferred) {
-        *self.preferred.write().unwrap_or_else(PoisonError::into_inner) = preferred;
+        *self.preferred.write().unwrap_or_else(PoisonError::into_inner) = Some(preferred);
     }
 
     pub(super) fn count_local(&self, by_share: usize, fallback: usize) {

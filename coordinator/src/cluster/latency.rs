@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use shimmer_proto::v1;
 
+use super::ring::Ring;
+
 /// Round trips remembered per class.
 const KEPT: usize = 64;
 const CLASSES: usize = 32;
@@ -104,8 +106,8 @@ pub(super) struct Patience {
 /// Recent round trips of one node.
 #[derive(Debug, Default)]
 pub(super) struct Latency {
-    classes: [Ring; CLASSES],
-    all: Ring,
+    classes: [Ring<Duration, KEPT>; CLASSES],
+    all: Ring<Duration, KEPT>,
 }
 
 impl Latency {
@@ -137,29 +139,6 @@ impl Latency {
     /// Median of the recent round trips.
     pub(super) fn median(&self) -> Option<Duration> {
         self.all.percentile(50)
-    }
-}
-
-#[derive(Debug, Default)]
-struct Ring {
-    values: Vec<Duration>,
-    next: usize,
-}
-
-impl Ring {
-    fn push(&mut self, value: Duration) {
-        if self.values.len() < KEPT {
-            self.values.push(value);
-        } else if let Some(slot) = self.values.get_mut(self.next) {
-            *slot = value;
-        }
-        self.next = (self.next + 1) % KEPT;
-    }
-
-    fn percentile(&self, percent: usize) -> Option<Duration> {
-        let mut sorted = self.values.clone();
-        sorted.sort_unstable();
-        sorted.get((sorted.len() * percent / 100).min(sorted.len().saturating_sub(1))).copied()
     }
 }
 

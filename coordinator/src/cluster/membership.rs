@@ -8,6 +8,7 @@ use shimmer_common::experts::ExpertLayout;
 use shimmer_node::gate::Gate;
 use tokio::sync::mpsc::UnboundedSender;
 
+use super::NodeStatus;
 use super::node::Node;
 
 /// Tells waiters that some node changed its state.
@@ -107,6 +108,11 @@ impl Membership {
 
     pub(super) fn all(&self) -> Vec<Arc<Node>> {
         self.lock().values().cloned().collect()
+    }
+
+    /// Status of every known node.
+    pub(super) fn statuses(&self) -> Vec<NodeStatus> {
+        self.all().iter().map(|node| node.status()).collect()
     }
 
     /// Whether `done` holds for the states of all nodes, now or before `deadline`.

@@ -36,6 +36,7 @@ mod pace;
 mod placement;
 mod planner;
 mod pulse;
+mod ring;
 mod routes;
 mod service;
 mod shards;
@@ -300,7 +301,7 @@ impl ClusterExperts {
         let sender = RecordSender::new(activity.clone());
         let control = Control {
             state: state.clone(),
-            credentials: credentials.clone(),
+            credentials,
             facts,
             hashes: HashTable::open(state.dir(), model.fingerprint, model.source.clone()),
             source: model.source,
@@ -317,7 +318,7 @@ impl ClusterExperts {
         };
         let reporter = admin.clone();
         let control = ServiceThread::start(&state, "shimmer-control", move |stop| async move {
-            if let Err(why) = service::serve(control, admin, credentials, listener, stop).await {
+            if let Err(why) = service::serve(control, admin, listener, stop).await {
                 tracing::error!(why, "the control server stopped; nodes cannot join or fetch");
             }
         })?;
@@ -382,7 +383,7 @@ impl ClusterExperts {
 
     /// Status of every known node.
     pub fn nodes(&self) -> Vec<NodeStatus> {
-        self.dispatcher.membership.all().iter().map(|node| node.status()).collect()
+        self.dispatcher.membership.statuses()
     }
 
     /// Bytes of records sent to nodes since the start.
@@ -395,8 +396,7 @@ impl ClusterExperts {
         self.dispatcher.local_counts()
     }
 
-    /// Says which node the planner wants to compute an expert where several can equally well; `None` leaves
-    /// it to chance.
+    /// Says which node is to compute an expert where several can equally well, in place of the planner.
     pub fn set_preferred(&self, preferred: Preferred) {
         self.dispatcher.set_preferred(preferred);
     }

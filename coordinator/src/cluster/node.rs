@@ -7,8 +7,11 @@
 
 mod disk;
 mod dispatching;
+mod vitals;
 
 pub(super) use dispatching::{Offer, Standing};
+pub use vitals::StateChange;
+pub(super) use vitals::{LOST_AFTER, PING_EVERY};
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,12 +28,7 @@ use super::membership::Changed;
 use super::owed::Owed;
 use super::placement::Seed;
 use disk::Disk;
-
-mod vitals;
-
-pub use vitals::StateChange;
 use vitals::Vitals;
-pub(super) use vitals::{LOST_AFTER, PING_EVERY};
 
 /// A node that registered within this time is alive: it registers every few seconds.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(8);

@@ -191,12 +191,16 @@ impl Planner {
 
     /// Everybody that may own experts, as measured.
     fn workers(&self) -> Result<Vec<Worker>, ClusterError> {
-        let members = self.state.members()?;
-        let here = self.here.as_ref().map(Here::worker);
-        let mut nodes: Vec<Worker> = members.iter().filter(|m| m.takes_part()).map(worker).collect();
-        even_out_ways(&mut nodes);
-        Ok(here.into_iter().chain(nodes).collect())
+        workers(&self.state, self.here.as_ref().map(Here::worker))
     }
+}
+
+/// This machine and the members that take part.
+fn workers(state: &ClusterState, here: Option<Worker>) -> Result<Vec<Worker>, ClusterError> {
+    let members = state.members()?;
+    let mut nodes: Vec<Worker> = members.iter().filter(|m| m.takes_part()).map(worker).collect();
+    even_out_ways(&mut nodes);
+    Ok(here.into_iter().chain(nodes).collect())
 }
 
 /// A member as a worker; what was not measured is assumed.
@@ -256,10 +260,7 @@ pub fn plan_offline(
     here: Option<Worker>,
     model: Fingerprint,
 ) -> Result<PlanReport, ClusterError> {
-    let members = state.members()?;
-    let mut nodes: Vec<Worker> = members.iter().filter(|m| m.takes_part()).map(worker).collect();
-    even_out_ways(&mut nodes);
-    let workers: Vec<Worker> = here.into_iter().chain(nodes).collect();
+    let workers = workers(state, here)?;
     let current = state.placement()?.and_then(|file| file.placement(model, layout));
     let demand = Demand::new(layout, demand.per_token, |id: ExpertId| (demand.heat)(id), |_| Vec::new());
     Ok(plan(&demand, &workers, current.as_ref()).1)

@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
-use shimmer_common::experts::RoutedBatch;
+use shimmer_common::experts::{ExpertWork, RoutedBatch};
+
+use super::ring::Ring;
 
 /// Routes kept per layer.
 const KEPT: usize = 256;
@@ -12,13 +14,7 @@ const ROWS_PER_BATCH: usize = 2;
 
 /// A ring of routes per layer.
 #[derive(Debug, Default)]
-pub(super) struct RouteLog(Mutex<BTreeMap<u16, Ring>>);
-
-#[derive(Debug, Default)]
-struct Ring {
-    routes: Vec<Vec<u16>>,
-    next: usize,
-}
+pub(super) struct RouteLog(Mutex<BTreeMap<u16, Ring<Vec<u16>, KEPT>>>);
 
 impl RouteLog {
     /// Notes some rows of a batch.
@@ -28,9 +24,7 @@ impl RouteLog {
         let ring = layers.entry(batch.layer).or_default();
         for i in 0..ROWS_PER_BATCH.min(rows) {
             let row = (i * rows / ROWS_PER_BATCH.min(rows)) as u32;
-            let uses = |work: &&shimmer_common::experts::ExpertWork| {
-                work.rows.binary_search_by_key(&row, |entry| entry.row).is_ok()
-            };
+            let uses = |work: &&ExpertWork| work.rows.binary_search_by_key(&row, |entry| entry.row).is_ok();
             ring.push(batch.work.iter().filter(uses).map(|work| work.expert).collect());
         }
     }
@@ -38,18 +32,7 @@ impl RouteLog {
     /// The routes of a layer.
     pub(super) fn of(&self, layer: u16) -> Vec<Vec<u16>> {
         let layers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        layers.get(&layer).map(|ring| ring.routes.clone()).unwrap_or_default()
-    }
-}
-
-impl Ring {
-    fn push(&mut self, route: Vec<u16>) {
-        if self.routes.len() < KEPT {
-            self.routes.push(route);
-        } else if let Some(slot) = self.routes.get_mut(self.next) {
-            *slot = route;
-        }
-        self.next = (self.next + 1) % KEPT;
+        layers.get(&layer).map(|ring| ring.values().to_vec()).unwrap_or_default()
     }
 }
 

@@ -12,7 +12,7 @@ use shimmer_node::gate;
 use shimmer_node::probe::{About, Admits, Ask, MAX_PROBE_BYTES, ProbeService, reach};
 use shimmer_node::shards::{MAX_REQUEST_BYTES, RecordSender};
 use shimmer_node::tls::{self, Credentials};
-use shimmer_node::wire::{Facts, Held, check_peer, layout_to_wire, peer_to_wire};
+use shimmer_node::wire::{Facts, Held, check_peer, clean_text, layout_to_wire, peer_to_wire};
 use shimmer_proto::v1::admin_server::AdminServer;
 use shimmer_proto::v1::cluster_server::{Cluster, ClusterServer};
 use shimmer_proto::v1::probe_server::ProbeServer;
@@ -64,11 +64,11 @@ pub(super) struct Control {
 pub(super) async fn serve(
     control: Control,
     admin: AdminService,
-    credentials: Credentials,
     listener: std::net::TcpListener,
     stop: tokio::sync::oneshot::Receiver<()>,
 ) -> Result<(), String> {
     let listener = tokio::net::TcpListener::from_std(listener).map_err(|e| e.to_string())?;
+    let credentials = &control.credentials;
     let identity = credentials.tonic_identity().ok_or("the coordinator has no certificate")?;
     let tls = ServerTlsConfig::new()
         .identity(identity)
@@ -81,9 +81,7 @@ pub(super) async fn serve(
         .layer(InterceptorLayer::new(move |request| gate.recognise(request)))
         .add_service(ClusterServer::new(control.clone()))
         .add_service(AdminServer::new(admin))
-        .add_service(
-            ProbeServer::new(control.probe(&credentials)).max_decoding_message_size(2 * MAX_PROBE_BYTES),
-        )
+        .add_service(ProbeServer::new(control.probe()).max_decoding_message_size(2 * MAX_PROBE_BYTES))
         .add_service(ShardsServer::new(control.clone()).max_decoding_message_size(MAX_REQUEST_BYTES))
         .serve_with_incoming(incoming);
     let served = tokio::select! {
@@ -135,7 +133,7 @@ impl Control {
                 "the node's id is malformed; install the same version of Shimmer on both machines",
             ));
         }
-        let name: String = request.name.chars().filter(|c| !c.is_control()).take(64).collect();
+        let name = clean_text(&request.name, 64);
         let ca = self.state.ca().map_err(|e| internal(&e))?;
         let issued = ca::sign_node(&ca, &request.certificate_request, id).map_err(|e| {
             Status::invalid_argument(format!("the node's certificate request cannot be signed: {e}"))
@@ -176,11 +174,9 @@ impl Control {
         tracing::info!(node = name, id, "a node joined");
         Ok(v1::JoinReply { certificate: issued.der.into() })
     }
-}
 
-impl Control {
     /// Measurements for members.
-    fn probe(&self, credentials: &Credentials) -> ProbeService {
+    fn probe(&self) -> ProbeService {
         let (state, facts, source) = (self.state.clone(), self.facts.clone(), self.source.clone());
         let admits: Admits = Arc::new(move |names| {
             let members = state.members().unwrap_or_default();
@@ -190,7 +186,7 @@ impl Control {
                 .any(|name| name == tls::COORDINATOR_NAME || tls::node_id(name).is_some_and(is_member))
         });
         let about: About = Arc::new(move || (facts.clone(), Some(source.clone())));
-        ProbeService::new(credentials.clone(), String::new(), admits, about)
+        ProbeService::new(self.credentials.clone(), String::new(), admits, about)
     }
 
     /// Measures the payload of the link to a node, once per connection.
@@ -252,7 +248,6 @@ impl Cluster for Control {
         let remote = request.remote_addr();
         let request = request.into_inner();
         check_peer(&self.facts, request.peer.as_ref()).map_err(Status::failed_precondition)?;
-        let measured = request.measurement;
         let mut addresses: Vec<String> =
             request.advertise.iter().filter(|a| !a.is_empty()).take(8).cloned().collect();
         if addresses.is_empty() {
@@ -280,7 +275,7 @@ impl Cluster for Control {
                 .change_members(|members| {
                     if let Some(stored) = members.iter_mut().find(|m| m.id == member.id) {
                         stored.addresses.clone_from(&addresses);
-                        take_measurement(stored, measured.as_ref(), way);
+                        take_measurement(stored, measurement.as_ref(), way);
                     }
                 })
                 .map_err(|e| internal(&e))?;

@@ -16,7 +16,7 @@ pub use dispatch::{
 pub use held::Held;
 pub use layout::{layout_from_wire, layout_to_wire};
 pub(crate) use peer::printable;
-pub use peer::{Facts, check_peer, peer_to_wire};
+pub use peer::{Facts, check_peer, clean_text, peer_to_wire};
 
 /// Why a message was refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -79,15 +79,27 @@ fn short(fingerprint: Fingerprint) -> String {
     fingerprint.to_string().chars().take(12).collect::<String>() + "…"
 }
 
+/// Text from the network without control characters, at most `most` characters of it.
+pub fn clean_text(text: &str, most: usize) -> String {
+    text.chars().filter(|c| !c.is_control()).take(most).collect()
+}
+
 /// A name from the network, shortened and free of control characters.
 pub(crate) fn printable(name: &str) -> String {
-    let clean: String = name.chars().filter(|c| !c.is_control()).take(80).collect();
+    let clean = clean_text(name, 80);
     if clean.is_empty() { "an unnamed peer".to_owned() } else { clean }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn nothing_wrong_is_nothing_to_say() {
+        assert_eq!(clean_text("", 500), "");
+        assert_eq!(clean_text("a\u{1b}[31mb\n", 500), "a[31mb");
+        assert_eq!(clean_text(&"x".repeat(900), 500).len(), 500);
+    }
 
     fn facts(name: &str, model: u8) -> Facts {
         Facts {

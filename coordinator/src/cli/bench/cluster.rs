@@ -6,7 +6,6 @@ use clap::Args;
 use serde::Serialize;
 use serde_json::json;
 use shimmer_common::experts::ExpertTimes;
-use shimmer_common::math;
 use shimmer_common::size::Size;
 
 use super::session::{self, RunArgs, Subject};
@@ -128,17 +127,9 @@ fn steps(
     let ids = args.repeats.ids(model.info().vocab_size, tokens, run);
     let (times, store) = (model.expert_times(), session::counters(subject));
     let started = Instant::now();
-    subject.pool.install(|| {
-        let mut seq = model.new_sequence(false);
-        for id in ids {
-            if interrupt.requested() {
-                return Err(CliError::Interrupted);
-            }
-            let hidden = model.forward(&mut seq, &[id], None)?;
-            std::hint::black_box(math::argmax(&model.logits(&hidden).data));
-        }
-        Ok(())
-    })?;
+    subject
+        .pool
+        .install(|| session::force(model, &mut model.new_sequence(false), &ids, interrupt, |_| {}))?;
     let seconds = started.elapsed().as_secs_f64();
     let after = session::counters(subject);
     Ok(Run {

@@ -10,7 +10,6 @@ use serde::Serialize;
 use serde_json::json;
 use shimmer_common::container::TokenBytes;
 use shimmer_common::experts::StoreStats;
-use shimmer_common::math;
 use shimmer_common::size::Size;
 
 use super::session::{self, Limits, RunArgs, Subject};
@@ -250,15 +249,7 @@ impl Bench<'_> {
         steps.stats.0 = session::counters(subject);
         let before = model.expert_times();
         let all = Instant::now();
-        for &id in ids {
-            if self.interrupt.requested() {
-                return Err(CliError::Interrupted);
-            }
-            let started = Instant::now();
-            let hidden = model.forward(&mut seq, &[id], None)?;
-            std::hint::black_box(math::argmax(&model.logits(&hidden).data));
-            steps.step_ms.push(started.elapsed().as_secs_f64() * 1e3);
-        }
+        session::force(model, &mut seq, ids, self.interrupt, |ms| steps.step_ms.push(ms))?;
         steps.seconds = all.elapsed().as_secs_f64();
         steps.time = TimeReport::new(steps.seconds, model.expert_times().since(&before));
         steps.tokens = ids.len();

@@ -2,12 +2,13 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use clap::Args;
 use serde::Serialize;
 use shimmer_common::experts::StoreStats;
-use shimmer_common::io;
 use shimmer_common::synth::random_ids;
+use shimmer_common::{io, math};
 
 use super::rates;
 use crate::cli::error::CliError;
@@ -15,6 +16,7 @@ use crate::cli::interrupt::Interrupt;
 use crate::cli::model_args::{ModelArgs, UsageArg, parse_positive};
 use crate::cli::open::{self, Loaded};
 use crate::decode::DraftPolicy;
+use crate::model::{LanguageModel, Sequence};
 use crate::text::TextModel;
 
 /// A model, its text side where drafts need one.
@@ -111,6 +113,29 @@ pub fn load(args: &ModelArgs, tokens: usize) -> Result<Subject, CliError> {
         let open = || TextModel::open(container.dir(), container.config().vocab_size());
         Ok(if drafting { Some(Arc::new(open()?)) } else { None })
     })
+}
+
+/// Decodes one token after the other, whatever the model would say; `each` gets the milliseconds of every step.
+///
+/// # Errors
+/// The model's; [`CliError::Interrupted`].
+pub fn force(
+    model: &dyn LanguageModel,
+    seq: &mut Sequence,
+    ids: &[u32],
+    interrupt: &Interrupt,
+    mut each: impl FnMut(f64),
+) -> Result<(), CliError> {
+    for &id in ids {
+        if interrupt.requested() {
+            return Err(CliError::Interrupted);
+        }
+        let started = Instant::now();
+        let hidden = model.forward(seq, &[id], None)?;
+        std::hint::black_box(math::argmax(&model.logits(&hidden).data));
+        each(started.elapsed().as_secs_f64() * 1e3);
+    }
+    Ok(())
 }
 
 /// Drops the model's files from the page cache, so far as the system lets us.

@@ -108,12 +108,8 @@ pub(super) fn remove(args: &RemoveArgs) -> Result<(), CliError> {
                 }
             }
         }
-        let next = Instant::now() + AGAIN;
-        while Instant::now() < next {
-            if interrupt.requested() {
-                return Err(CliError::Interrupted);
-            }
-            std::thread::sleep(Duration::from_millis(50));
+        if !interrupt.pause(AGAIN) {
+            return Err(CliError::Interrupted);
         }
     }
 }

@@ -156,9 +156,8 @@ impl Node {
     /// Whether hints for this node may save time: it reads from its disk and takes them.
     pub(in super::super) fn wants_hints(&self) -> bool {
         let inner = self.lock();
-        let takes = inner.vitals.load().is_none_or(|load| load.takes_hints);
         let now = Instant::now();
-        takes
+        inner.vitals.takes_hints()
             && inner.owed.is_disk_bound()
             && inner.standing(now) == Standing::Good
             && !inner.disk.is_sick(now)

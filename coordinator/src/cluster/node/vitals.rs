@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
+use shimmer_node::wire::clean_text;
 use shimmer_proto::v1;
 
 use super::{Inner, Node, Status};
@@ -93,6 +94,11 @@ impl Vitals {
         self.load.clone()
     }
 
+    /// Whether the node takes hints, as far as it has said.
+    pub(super) fn takes_hints(&self) -> bool {
+        self.load.as_ref().is_none_or(|load| load.takes_hints)
+    }
+
     /// Milliseconds since the latest pulse.
     pub(super) fn pulse_age_ms(&self) -> Option<u64> {
         self.latest.map(|at| u64::try_from(at.elapsed().as_millis()).unwrap_or(u64::MAX))
@@ -110,7 +116,7 @@ impl Node {
         vitals.strikes = 0;
         vitals.latest = Some(Instant::now());
         vitals.instance = Some(pulse.instance.to_vec());
-        vitals.refused = pulse.refused.chars().filter(|c| !c.is_control()).take(300).collect();
+        vitals.refused = clean_text(&pulse.refused, 300);
         if let Some(mut load) = pulse.load {
             if let Ok(resident) = inner.held.another(&std::mem::take(&mut load.resident)) {
                 inner.resident = resident;
